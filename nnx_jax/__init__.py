@@ -1,0 +1,1 @@
+"""nnx_jax: a JAX-native SPMD trainer."""
