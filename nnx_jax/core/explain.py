@@ -1,0 +1,214 @@
+"""pydantic's list of problems, said in our words: where, the value given, what was expected, the nearest legal name."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.core.registry import OneOf, lookup
+
+Path = tuple[Any, ...]
+
+_EXPECTED = {
+    "missing": "is required",
+    "int_type": "expected an integer",
+    "int_parsing": "expected an integer",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a mapping",
+    "mapping_type": "expected a mapping",
+    "none_required": "expected none",
+    "callable_type": "expected a function",
+}
+
+
+def explain(
+    cls: type[BaseModel],
+    data: Any,
+    error: ValidationError,
+    *,
+    file: str | None = None,
+    lines: Mapping[Path, int] | None = None,
+) -> ConfigError:
+    """Return one ConfigError for all problems of `error`, each with its place.
+
+    Args:
+        cls: the class that was being built.
+        data: what it was built from.
+        error: pydantic's finding.
+        file: the file `data` was read from; without one, places are written `Class.field`.
+        lines: line number of each path in that file.
+    """
+    found: list[tuple[Path, str]] = []
+    for item in error.errors(include_url=False):
+        for path, message in _problems(cls, data, item):
+            if (path, message) not in found:
+                found.append((path, message))
+    built = [_place(cls, data, path, file, lines or {}) + (message,) for path, message in found]
+    if len(built) == 1:
+        place, line, message = built[0]
+        return ConfigError(message, path=place, file=file, line=line)
+    listed = "".join(
+        "\n  - " + ": ".join(part for part in (f"{file}:{line}" if line else "", place, message) if part)
+        for place, line, message in built
+    )
+    place, line, _ = built[0]
+    problem = ConfigError(f"{len(built)} problems:{listed}", file=file)
+    problem.path, problem.line = place, line
+    return problem
+
+
+def _place(
+    cls: type[BaseModel], data: Any, path: Path, file: str | None, lines: Mapping[Path, int]
+) -> tuple[str, int | None]:
+    line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), None)
+    if file is not None:
+        return ".".join(map(str, path)), line
+    owner = cls if isinstance(data, BaseModel) else (spec_class(cls, (), data) or cls)
+    return ".".join([owner.__name__, *map(str, path)]), None
+
+
+def _problems(cls: type[BaseModel], data: Any, item: Any) -> Iterator[tuple[Path, str]]:
+    """Yield the places and messages of one pydantic error."""
+    path, kind, context = tuple(item["loc"]), item["type"], item.get("ctx", {})
+    value = item["input"]
+    if kind == "problems":
+        for field, message in context["problems"]:
+            yield (*path, *field.split(".")) if field else path, message
+    elif kind == "missing":
+        yield path, "is required"
+    elif kind == "extra_forbidden":
+        owner = class_at(cls, data, path[:-1])
+        yield path, f"unknown key '{path[-1]}'{nearest(path[-1], field_names(owner) if owner else ())}"
+    elif kind == "value_error":
+        cause = context.get("error")
+        message = cause.args[0] if isinstance(cause, ConfigError) and cause.args else str(cause)
+        yield path, f"got {_shown(value)}; {message}" if _is_scalar(value) else message
+    else:
+        yield path, f"got {_shown(value)}; {_expectation(kind, context, value, item['msg'])}"
+
+
+def _expectation(kind: str, context: Mapping[str, Any], value: Any, message: str) -> str:
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}[kind]
+        return f"expected a value {sign} {next(iter(context.values()))}"
+    if kind == "literal_error":
+        legal = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        hint = nearest(value, legal) if isinstance(value, str) else ""
+        return f"expected one of {context['expected']}{hint if 'did you mean' in hint else ''}"
+    if kind in ("too_short", "too_long"):
+        bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"expected {bound} items"
+    expected = _EXPECTED.get(kind, message.replace("Input should", "it should"))
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        expected += " (a number or true/false is written without quotes)"
+    return expected
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _shown(value: Any) -> str:
+    """Return the value and its type, cut to one short line."""
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text if value is None or isinstance(value, str) else f"{text} ({type(value).__name__})"
+
+
+# -- which class stands at a path -------------------------------------------------------------------------------------
+
+
+def field_names(cls: type[BaseModel]) -> list[str]:
+    """Return the keys a mapping for `cls` may have (fields for Python only are left out)."""
+    own = "kind" not in cls.model_fields and bool(getattr(cls, "kind", ""))
+    names = [name for name, field in cls.model_fields.items() if not field.exclude]
+    return ["kind", *names] if own else names
+
+
+def spec_class(annotation: Any, metadata: Sequence[Any], value: Any) -> type[BaseModel] | None:
+    """Return the Spec class that `value` would be read as under an annotation, or None."""
+    for mark in metadata:
+        if isinstance(mark, OneOf):
+            return mark.target(value)
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *marks = typing.get_args(annotation)
+        return spec_class(base, marks, value)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        found = (spec_class(part, (), value) for part in typing.get_args(annotation))
+        return next((cls for cls in found if cls is not None), None)
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return None
+    if isinstance(value, BaseModel):
+        return type(value)
+    if annotation.__dict__.get("family"):
+        kind = value.get("kind") if isinstance(value, Mapping) else value
+        try:
+            return lookup(annotation.__dict__["family"], kind)
+        except ConfigError:
+            return annotation
+    return annotation
+
+
+def element_type(annotation: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return (annotation, metadata) of the items of a tuple or mapping annotation, or None."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return element_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        found = (element_type(part) for part in typing.get_args(annotation))
+        return next((item for item in found if item is not None), None)
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is tuple and arguments:
+        return arguments[0], ()
+    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2:
+        return arguments[1], ()
+    return None
+
+
+def annotation_at(cls: type[BaseModel], data: Any, path: Path) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """Return (annotation, metadata, value) at a path below `cls`, following the kinds that `data` names.
+
+    None when the path leads nowhere; `value` is None where `data` has nothing there.
+    """
+    place: tuple[Any, tuple[Any, ...], Any] = (cls, (), data)
+    for step in path:
+        annotation, metadata, value = place
+        owner = spec_class(annotation, metadata, value)
+        if owner is not None:
+            if step == "kind" and "kind" not in owner.model_fields:
+                place = (str, (), None)
+                continue
+            field = owner.model_fields.get(step) if isinstance(step, str) else None
+            if field is None or field.exclude:
+                return None
+            below = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+            place = (field.annotation, tuple(field.metadata), below)
+            continue
+        element = element_type(annotation)
+        if element is None:
+            return None
+        place = (*element, _item(value, step))
+    return place
+
+
+def class_at(cls: type[BaseModel], data: Any, path: Path) -> type[BaseModel] | None:
+    """Return the Spec class at a path below `cls`, or None."""
+    place = annotation_at(cls, data, path)
+    return None if place is None else spec_class(*place)
+
+
+def _item(value: Any, step: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(step)
+    if isinstance(value, Sequence) and not isinstance(value, str) and isinstance(step, int) and step < len(value):
+        return value[step]
+    return None

@@ -1,0 +1,147 @@
+"""A registry of classes by family and kind: `kind: digits` picks the class registered as ("dataset", "digits").
+
+Kinds are added by the `@register` decorator when their module is imported, so what a configuration can name is exactly
+what has been imported: the built-in modules, and those its `imports:` list allows. Nothing here imports by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from nnx_jax.core.errors import ConfigError, nearest
+
+T = TypeVar("T", bound=type)
+
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+_CLASSES: dict[tuple[str, str], type] = {}
+
+
+def register(kind: str, *, replace: bool = False) -> Callable[[T], T]:
+    """Return a class decorator that enters the class under its family and `kind`, and sets `cls.kind`.
+
+    Running the same definition again (a notebook cell) replaces the old class; another class of the same name is
+    refused unless `replace=True`.
+
+    Raises:
+        ConfigError: for a class without a family, a kind that is no lower-case name, or one that is taken.
+    """
+
+    def enter(cls: T) -> T:
+        family = getattr(cls, "family", "")
+        if not family:
+            raise ConfigError(f"{cls.__name__} has no family; derive it from a family class such as NNParams")
+        if not isinstance(kind, str) or not _KIND.match(kind):
+            raise ConfigError(f"kind {kind!r} of {cls.__name__}; expected lower-case letters, digits and _ ('my_net')")
+        old = _CLASSES.get((family, kind))
+        same = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
+        if old is not None and not (replace or same):
+            raise ConfigError(
+                f"{family} kind '{kind}' is taken by {old.__module__}.{old.__qualname__}; "
+                f"choose another name for {cls.__qualname__}, or register it with replace=True"
+            )
+        cls.kind = kind  # type: ignore[attr-defined]
+        _CLASSES[family, kind] = cls
+        return cls
+
+    return enter
+
+
+def kinds(family: str) -> list[str]:
+    """Return the registered kinds of a family, sorted."""
+    return sorted(kind for known, kind in _CLASSES if known == family)
+
+
+def lookup(family: str, kind: object) -> type:
+    """Return the class registered for (family, kind).
+
+    Raises:
+        ConfigError: naming the nearest registered kind, and how to bring in a class of your own.
+    """
+    found = _CLASSES.get((family, kind)) if isinstance(kind, str) else None
+    if found is None:
+        raise ConfigError(
+            f"there is no {family} kind {kind!r}{nearest(kind, kinds(family))} "
+            f"(a {family} of your own: register its class and list its module under `imports:`)"
+        )
+    return found
+
+
+def allow_imports(modules: Iterable[str]) -> None:
+    """Import the modules a configuration lists under `imports:`, in order, so that their classes are registered.
+
+    The only way a configuration file makes code run; callers decide whether a file may.
+
+    Raises:
+        ConfigError: for something that is no module name, or a module that cannot be imported (its error is the cause).
+    """
+    for index, name in enumerate(modules):
+        path = f"imports.{index}"
+        if not isinstance(name, str) or not _MODULE.match(name):
+            raise ConfigError(f"got {name!r}; expected a module name such as 'my_project.nets'", path=path)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"the module '{name}' cannot be imported ({error}); install it, or start from the folder that holds it",
+                path=path,
+            ) from error
+
+
+class OneOf:
+    """Annotation of a field that takes any member of a family: `Annotated[Any, OneOf("dataset")]`.
+
+    The field accepts an instance whose `family` is the named one, a mapping `{kind: ..., ...}`, or a bare kind. It is
+    for families whose base class lives on a higher floor; a field of a known base class needs only that class.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def target(self, value: object) -> type | None:
+        """Return the class a mapping or bare kind would become, or None when it cannot be told."""
+        kind = value.get("kind") if isinstance(value, Mapping) else value
+        return _CLASSES.get((self.family, kind)) if isinstance(kind, str) else None
+
+    def admit(self, value: Any) -> Any:
+        """Return the member of the family that `value` stands for.
+
+        Raises:
+            ValueError: (pydantic turns it into a located problem) for anything else.
+        """
+        if getattr(value, "family", None) == self.family:
+            return value
+        if isinstance(value, str):
+            value = {"kind": value}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected a {self.family}: one you built, or a mapping with a `kind`")
+        if "kind" not in value:
+            raise ValueError(f"a {self.family} needs a `kind`{nearest('', kinds(self.family))}")
+        validator: Any = lookup(self.family, value["kind"])
+        return validator.__pydantic_validator__.validate_python(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Give pydantic the one validator."""
+        return core_schema.no_info_plain_validator_function(self.admit)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe every registered kind (as registered at the time of the call)."""
+        return family_json_schema(self.family, handler)
+
+
+def family_json_schema(family: str, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    """Return a JSON Schema that offers every registered kind of a family, told apart by `kind`."""
+    names = kinds(family)
+    if not names:
+        return {"type": "object"}
+    members: list[Any] = [lookup(family, kind) for kind in names]
+    # A union, for pydantic to ask each member for its own description; `kind` makes exactly one of them fit.
+    union = handler(core_schema.union_schema([member.__pydantic_core_schema__ for member in members]))
+    return {"anyOf": [{"enum": names}, {"oneOf": union.get("anyOf", [union])}]}
