@@ -1,0 +1,299 @@
+"""The commit: history, arrays, sync, manifest, lease, LAST, and only then everything that may follow.
+
+The order never changes, and the replacement of LAST is the only moment at which anything becomes true:
+
+1. history rows appended and synced;
+2. arrays handed to Orbax; training goes on, and a waiter thread of our own waits for the files to be finished;
+3. the new directory synced bottom-up (Orbax does not), its files digested, renamed into place, its manifest synced;
+4. the lease and its fencing number checked again, then LAST replaced and synced;
+5. phase pointers and BEST; 6. deferred tags; 7. retention.
+
+A failure before LAST moved cuts the history back to what the standing LAST covers. A failure after it keeps the pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx_jax.core import codec, fsio
+from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
+from nnx_jax.runs import arrays, best, pointers, retain
+from nnx_jax.runs.history import Extent, History
+from nnx_jax.runs.layout import BEST, LAST, PARTIAL, RESERVED, RunPaths, check_tag
+from nnx_jax.runs.lease import Lease
+from nnx_jax.runs.manifest import Manifest
+from nnx_jax.runs.pointers import Pointer
+
+HOST = "host.json"
+_SPARE_BYTES = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitPoint:
+    """One moment of a run, ready to be stored.
+
+    Attributes:
+        epoch, step, batch: 0-based epoch, committed updates so far, microbatches so far.
+        arrays: name -> array (jax, numpy); copied before `Committer.commit` returns, so they may be donated after.
+        host: plain JSON values (positions, clocks, monitors, component state, descriptions); finite numbers only.
+        names: phase pointers this moment earns (see `pointers.phase_names`).
+        best: this moment is a strict improvement, so BEST moves here.
+        score: rank of BEST among the runs of the directory, lower is better; None takes no part in `runs/best`.
+        deferred: tags of callback checkpoints, written last.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    arrays: Mapping[str, Any]
+    host: Mapping[str, Any]
+    names: tuple[str, ...] = ()
+    best: bool = False
+    score: float | None = None
+    deferred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    point: CommitPoint
+    generation: int
+    partial: Path
+    extent: Extent
+    handle: arrays.SaveHandle
+
+
+class Committer:
+    """Commits the moments of one run, one at a time, in the background.
+
+    Args:
+        paths, lease, history: of the run; the lease is held and the history open.
+        last: the standing LAST, None before the first commit.
+        keep: how many of the newest generations stay besides the named ones (>= 1), None for all.
+        on_committed: called in the waiter thread with the pointer once LAST is durable; nothing earlier is a success.
+        timeout_seconds: bound of one background save.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        lease: Lease,
+        history: History,
+        *,
+        last: Pointer | None = None,
+        keep: int | None = 1,
+        on_committed: Callable[[Pointer], None] | None = None,
+        timeout_seconds: int = 600,
+    ) -> None:
+        self._paths, self._lease, self._history = paths, lease, history
+        self._keep, self._on_committed = retain.check_keep(keep), on_committed
+        self._last = last
+        self._next = max(retain.take_census(paths).highest, last.generation if last else 0) + 1
+        self._writer = arrays.ArrayWriter(timeout_seconds)
+        self._thread: threading.Thread | None = None
+        self._failure: NnxError | None = None
+        self._identity = _identity(paths.run)
+
+    @property
+    def last(self) -> Pointer | None:
+        """The LAST that stands on disk; its `history.rows` is where records in memory are cut after a failure."""
+        return self._last
+
+    @property
+    def failed(self) -> bool:
+        """A background failure waits to be raised by the next `commit` or `drain`."""
+        return self._failure is not None
+
+    def commit(self, point: CommitPoint) -> None:
+        """Start the commit of `point`; returns once its arrays are copied. Waits for the commit before it first.
+
+        Raises:
+            CommitError: (an OSError) this or the previous commit failed before LAST moved; the standing LAST and its
+                history are intact, and the rows cut off wait in the history's buffer for the next commit.
+            LeaseLostError: another process took the run over.
+            CheckpointError: the previous commit is safe, but a pointer or the retention after it failed.
+        """
+        self.drain()
+        for name in (*point.names, *point.deferred):
+            check_tag(name)
+        if reserved := [name for name in point.deferred if name in RESERVED]:
+            raise CheckpointError(f"checkpoint tag {reserved[0]!r} is written by the store itself; choose another name")
+        host = codec.canonical_json(dict(point.host)) + b"\n"
+        needed = sum(leaf.nbytes for leaf in arrays.describe(point.arrays).values()) + len(host)
+        generation, self._next = self._next, self._next + 1
+        partial = self._paths.generations / f"{PARTIAL}{generation}-{self._lease.fencing}"
+        try:
+            self._check_ownership()
+            self._check_space(needed)
+            extent = self._history.flush()
+            os.mkdir(partial, fsio.DIR_MODE)
+            fsio.atomic_write(partial / HOST, host)
+            handle = self._writer.save(partial, point.arrays)
+        except BaseException as error:
+            self._undo(partial, error)
+            raise self._explain(error, generation) from error
+        pending = _Pending(point, generation, partial, extent, handle)
+        self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{generation}")
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Wait for the commit in flight, and raise what went wrong in the background since the last call."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def finish(self, artifact: Mapping[str, Any]) -> Pointer:
+        """Mark the run finished: write `artifact.json`, then LAST once more with `final` set. Needs a commit."""
+        self.drain()
+        if self._last is None:
+            raise CheckpointError(f"{self._paths.run}: nothing was committed, so the run cannot be marked finished")
+        data = codec.dump_json(dict(artifact)).encode()
+        try:
+            self._check_ownership()
+            fsio.atomic_write(self._paths.artifact, data)
+            pointer = self._last.finished(hashlib.sha256(data).hexdigest())
+            self._check_ownership()
+            pointers.write_pointer(self._paths, LAST, pointer)
+        except OSError as error:
+            raise CommitError(f"{self._paths.pointer(LAST)}: the run cannot be marked finished: {error}") from error
+        self._last = pointer
+        return pointer
+
+    def close(self) -> None:
+        """Wait for the commit in flight and free the writer's threads; raises like `drain`."""
+        try:
+            self.drain()
+        finally:
+            self._writer.close()
+
+    def _finish(self, pending: _Pending) -> None:
+        """Steps 3 to 7, in the waiter thread."""
+        try:
+            pointer = self._publish(pending)
+        except BaseException as error:
+            self._undo(pending.partial, error)
+            self._failure = self._explain(error, pending.generation)
+            return
+        try:
+            if self._on_committed is not None:
+                self._on_committed(pointer)
+            self._follow_up(pending.point, pointer)
+        except BaseException as error:
+            self._failure = CheckpointError(
+                f"generation {pending.generation} of run {self._paths.run_id!r} is committed (LAST names it), but what "
+                f"follows failed: {type(error).__name__}: {error}"
+            )
+            self._failure.__cause__ = error
+
+    def _publish(self, pending: _Pending) -> Pointer:
+        """Steps 3 and 4: make the generation durable, then LAST."""
+        pending.handle.wait()
+        point, number = pending.point, pending.generation
+        fsio.sync_tree(pending.partial)
+        files = fsio.digest_tree(pending.partial)
+        manifest = Manifest(self._paths.run_id, number, point.epoch, point.step, point.batch, files).to_bytes()
+        self._check_ownership()
+        fsio.replace_dir(pending.partial, self._paths.generation(number))
+        fsio.atomic_write(self._paths.manifest(number), manifest)
+        pointer = Pointer(
+            run_id=self._paths.run_id,
+            generation=number,
+            epoch=point.epoch,
+            step=point.step,
+            batch=point.batch,
+            fencing=self._lease.fencing,
+            history=pending.extent,
+            manifest=hashlib.sha256(manifest).hexdigest(),
+            score=point.score,
+        )
+        self._check_ownership()
+        try:
+            pointers.write_pointer(self._paths, LAST, pointer)
+        except fsio.NotDurableError:
+            self._accept(pointer)  # the new LAST stands, so its history must stand with it
+            raise
+        self._accept(pointer)
+        return pointer
+
+    def _accept(self, pointer: Pointer) -> None:
+        self._last = pointer
+        self._history.settle()
+
+    def _follow_up(self, point: CommitPoint, pointer: Pointer) -> None:
+        """Steps 5 to 7; each is tried, and the first failure is raised with the others as notes."""
+        steps: list[Callable[[], object]] = []
+        for name in point.names:
+            steps.append(lambda name=name: pointers.write_pointer(self._paths, name, pointer))
+        if point.best:
+            steps.append(lambda: pointers.write_pointer(self._paths, BEST, pointer))
+            steps.append(lambda: best.propose(self._paths))
+        for name in point.deferred:
+            steps.append(lambda name=name: pointers.write_pointer(self._paths, name, pointer))
+        steps.append(lambda: retain.prune(self._paths, self._keep))
+        first: BaseException | None = None
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"then also: {error}")
+        if first is not None:
+            raise first
+
+    def _check_ownership(self) -> None:
+        """Raise unless the lease is held and the run's directory is still the one that was opened."""
+        self._lease.check()
+        try:
+            found = _identity(self._paths.run)
+        except OSError as error:
+            raise CommitError(f"{self._paths.run}: the run's directory is gone: {error}") from error
+        if found != self._identity:
+            raise CommitError(f"{self._paths.run}: the run's directory was replaced by another one; nothing is written")
+
+    def _check_space(self, needed: int) -> None:
+        free = fsio.disk_free(self._paths.generations)
+        if free < needed + _SPARE_BYTES:
+            raise CommitError(
+                f"{self._paths.generations}: no space left for a checkpoint of {needed} bytes, {free} bytes are free; "
+                "free some space or lower checkpoint.keep"
+            )
+
+    def _undo(self, partial: Path, error: BaseException) -> None:
+        """Put history and directory back to the standing LAST; trouble here is noted on the first error.
+
+        The emptied partial directory stays until the next successful commit, so that its number is not used again.
+        """
+        try:
+            self._history.rollback()
+        except (OSError, NnxError) as trouble:
+            error.add_note(f"history not cut back ({trouble}); readers still stop at LAST")
+        with contextlib.suppress(OSError, NnxError):
+            if fsio.remove_tree(partial):
+                os.mkdir(partial, fsio.DIR_MODE)
+
+    def _explain(self, error: BaseException, generation: int) -> NnxError:
+        if isinstance(error, NnxError):
+            failure = error
+        else:
+            stands = f"LAST stays at generation {self._last.generation}" if self._last else "there is no LAST yet"
+            failure = CommitError(
+                f"commit {generation} of run {self._paths.run_id!r} failed, {stands}: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+        return failure
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    info = os.stat(directory, follow_symlinks=False)
+    return info.st_dev, info.st_ino

@@ -1,0 +1,250 @@
+"""The run's history: an append-only CSV whose committed part is named by LAST; readers never look further.
+
+The file is RFC 4180 CSV with line feeds. Text is always quoted and nothing else is, so values come back as written:
+an empty cell is None, `nan`, `inf` and `-inf` are spelled, floats are the shortest text that reads back to the same
+64-bit number. No time of day is written: two equal runs write equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx_jax.core import fsio
+from nnx_jax.core.errors import CheckpointError, HistoryCorruptionError, NnxError, nearest
+
+_CELL = re.compile(rb'(?:"((?:[^"]|"")*)"|([^",\n]*))(,|\n)')
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_LIMIT = 16 * 1024**3
+_WORDS: dict[str, Any] = {"": None, "true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of the file counts: its first `bytes` bytes, `rows` data rows, and the SHA-256 of those bytes."""
+
+    bytes: int
+    rows: int
+    sha256: str
+
+
+class History:
+    """The writer's end of `idps.csv`; the caller holds the run's lease.
+
+    `append` only buffers; `flush` makes the rows durable and is called by a commit. After a failed commit `rollback`
+    cuts the file to what LAST covers and keeps the rows in the buffer, so that the next commit has no gap.
+    Thread safe: the commit's waiter thread may roll back while the training thread appends.
+
+    Args:
+        path: the CSV file.
+        columns: column names, fixed for the life of the run; no duplicates.
+        extent: what LAST covers; None starts the file anew with a header only.
+
+    Raises:
+        HistoryCorruptionError: the covered part is shorter than or different from what LAST says.
+        CheckpointError: `columns` differ from the header already written.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], *, extent: Extent | None = None) -> None:
+        if len(set(columns)) != len(columns) or not columns:
+            raise CheckpointError(f"history columns must be distinct and at least one, got {list(columns)}")
+        self.path, self.columns = path, tuple(columns)
+        self._known = frozenset(columns)
+        self._mutex = threading.Lock()
+        self._buffer: list[bytes] = []
+        self._unsettled: list[bytes] = []
+        header = format_header(columns)
+        if extent is None:
+            fsio.atomic_write(path, header)
+            self._base = self._end = Extent(len(header), 0, hashlib.sha256(header).hexdigest())
+            self._hash = hashlib.sha256(header)
+            return
+        data = read_prefix(path, extent)
+        if not data.startswith(header):
+            found = data.split(b"\n", 1)[0].decode("utf-8", "replace")
+            raise CheckpointError(
+                f"{path}: the run's columns were fixed at its first start as {found}; this start asks for "
+                f"{list(columns)}. Use the same metrics and callbacks, or another salt for a new run"
+            )
+        if path.stat().st_size != extent.bytes:
+            fsio.truncate(path, extent.bytes)
+        self._base = self._end = extent
+        self._hash = hashlib.sha256(data)
+
+    @property
+    def committed(self) -> Extent:
+        """The part the standing LAST covers; `.rows` is where a caller cuts its own records after a failure."""
+        return self._base
+
+    @property
+    def rows(self) -> int:
+        """Number of rows written or buffered so far."""
+        with self._mutex:
+            return self._end.rows + len(self._buffer)
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Buffer rows; a column a row leaves out is None. Unknown columns raise CheckpointError."""
+        lines = [self._line(row) for row in rows]
+        with self._mutex:
+            self._buffer.extend(lines)
+
+    def append_table(self, table: Mapping[str, Any], n_rows: int) -> None:
+        """Buffer `n_rows` rows given by column: each value is a sequence of that length, or one value for all rows."""
+        self._refuse_unknown(table)
+        cells = [_column_cells(table.get(name), n_rows, name) for name in self.columns]
+        lines = [(",".join(row) + "\n").encode() for row in zip(*cells, strict=True)]
+        with self._mutex:
+            self._buffer.extend(lines)
+
+    def flush(self) -> Extent:
+        """Append everything buffered, sync it, and return the extent a LAST written now has to name."""
+        with self._mutex:
+            lines, self._buffer = self._buffer, []
+            self._unsettled = [*self._unsettled, *lines]
+            data = b"".join(lines)
+            if data:
+                fsio.append_bytes(self.path, data)
+                self._hash.update(data)
+            size, rows = self._end.bytes + len(data), self._end.rows + len(lines)
+            self._end = Extent(size, rows, self._hash.hexdigest())
+            return self._end
+
+    def settle(self) -> None:
+        """LAST now covers everything flushed."""
+        with self._mutex:
+            self._base, self._unsettled = self._end, []
+
+    def rollback(self) -> None:
+        """Cut the file back to what LAST covers; the rows cut off wait in the buffer for the next flush."""
+        with self._mutex:
+            self._buffer = [*self._unsettled, *self._buffer]
+            self._unsettled = []
+            self._end = self._base
+            data = read_prefix(self.path, self._base)
+            self._hash = hashlib.sha256(data)
+            if self.path.stat().st_size != self._base.bytes:
+                fsio.truncate(self.path, self._base.bytes)
+
+    def discard(self) -> int:
+        """Forget the rows no commit holds and return how many they were (the caller gives up what they describe)."""
+        with self._mutex:
+            count, self._buffer = len(self._buffer), []
+            return count
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        self._refuse_unknown(row)
+        return (",".join(format_cell(row.get(name)) for name in self.columns) + "\n").encode()
+
+    def _refuse_unknown(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._known:
+                raise CheckpointError(
+                    f"history column {name!r} was not declared when the run started{nearest(name, self.columns)}"
+                )
+
+
+def read_history(path: Path, extent: Extent | None) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """Return (columns, rows) of the committed part of a history; with no extent (no LAST) there are zero rows.
+
+    Raises:
+        HistoryCorruptionError: the committed part is missing, shorter or different from what LAST says of it.
+    """
+    if extent is None:
+        return (), []
+    data = read_prefix(path, extent)
+    try:
+        lines = parse_csv(data)
+    except ValueError as error:
+        raise HistoryCorruptionError(f"{path}: {error}") from error
+    if not lines or len(lines) - 1 != extent.rows:
+        raise HistoryCorruptionError(f"{path}: LAST names {extent.rows} rows, the file has {len(lines) - 1}")
+    columns = tuple(str(name) for name in lines[0])
+    return columns, [dict(zip(columns, line, strict=True)) for line in lines[1:]]
+
+
+def read_prefix(path: Path, extent: Extent) -> bytes:
+    """Return the committed bytes of a history after checking their length and digest."""
+    try:
+        data = fsio.read_bytes(path, _LIMIT)
+    except (OSError, NnxError) as error:
+        raise HistoryCorruptionError(f"{path}: the committed history cannot be read: {error}") from error
+    if len(data) < extent.bytes:
+        raise HistoryCorruptionError(f"{path}: LAST covers {extent.bytes} bytes, the file has {len(data)}")
+    prefix = data[: extent.bytes]
+    if hashlib.sha256(prefix).hexdigest() != extent.sha256:
+        raise HistoryCorruptionError(f"{path}: its first {extent.bytes} bytes are not what LAST committed")
+    return prefix
+
+
+def format_header(columns: Sequence[str]) -> bytes:
+    """Return the header line: names as they are, quoted where CSV needs it."""
+    return (",".join(_quote(name) if re.search(r'[",\r\n]', name) else name for name in columns) + "\n").encode()
+
+
+def format_cell(value: Any) -> str:
+    """Return one value as CSV text; array scalars count as the Python number they hold."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return _quote(value)
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    raise CheckpointError(f"history values are numbers, text, booleans or None, got {type(value).__name__}: {value!r}")
+
+
+def parse_csv(data: bytes) -> list[list[Any]]:
+    """Return the rows of strict CSV written by `History`, header first as text; ValueError names the first bad line."""
+    rows: list[list[Any]] = []
+    row: list[Any] = []
+    position = 0
+    while position < len(data):
+        cell = _CELL.match(data, position)
+        if cell is None:
+            raise ValueError(f"line {len(rows) + 1} is torn or not CSV")
+        quoted, bare, end = cell.groups()
+        row.append(_parse_cell(quoted, bare, header=not rows))
+        position = cell.end()
+        if end == b"\n":
+            if rows and len(row) != len(rows[0]):
+                raise ValueError(f"line {len(rows) + 1} has {len(row)} cells, the header has {len(rows[0])}")
+            rows.append(row)
+            row = []
+    if row:
+        raise ValueError(f"line {len(rows) + 1} does not end")
+    return rows
+
+
+def _parse_cell(quoted: bytes | None, bare: bytes | None, *, header: bool) -> Any:
+    if quoted is not None:
+        return quoted.decode().replace('""', '"')
+    text = (bare or b"").decode()
+    if header:
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    return int(text) if _INTEGER.fullmatch(text) else float(text)
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _column_cells(values: Any, n_rows: int, name: str) -> list[str]:
+    if values is None or isinstance(values, str | int | float) or getattr(values, "ndim", None) == 0:
+        return [format_cell(values)] * n_rows
+    items = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(items) != n_rows:
+        raise CheckpointError(f"history column {name!r} has {len(items)} values for {n_rows} rows")
+    if all(type(item) is float and math.isfinite(item) for item in items):
+        return [repr(item) for item in items]
+    return [format_cell(item) for item in items]
