@@ -41,6 +41,7 @@ _FALSES = frozenset(("false", "False", "FALSE"))
 _INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 _NON_FINITE = re.compile(r"[-+]?(?:\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN")
+_BREAK = re.compile("[\n\r\t\x85\u2028\u2029]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # only its parser is used, never its constructors
 
@@ -249,6 +250,15 @@ class _YamlDumper(yaml.SafeDumper):
 for _tag, _pattern, _first in (("int", _INT, "-+0123456789"), ("float", _FLOAT, "-+0123456789.")):
     _anchored = re.compile(f"(?:{_pattern.pattern})$", re.ASCII)
     _YamlDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _anchored, list(_first))
+
+
+def _represent_text(dumper: _YamlDumper, text: str) -> yaml.ScalarNode:
+    """Escape line breaks of every kind: PyYAML's other quotes lose NEL and the Unicode separators."""
+    style = '"' if _BREAK.search(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_YamlDumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(obj: Any) -> str:
