@@ -1,0 +1,320 @@
+"""StepPrograms: the compiled programs of one step and the Carry they move forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_jax.core.errors import DataError, NonFiniteError, StepError
+from nnx_jax.step import batches, records, state
+from nnx_jax.step.records import Records
+from nnx_jax.step.rng import run_key
+from nnx_jax.step.state import TrainState, leaf_paths, match_named, own
+from nnx_jax.step.watch import CompileWatch
+from nnx_jax.step.window import barrier
+
+if TYPE_CHECKING:
+    from nnx_jax.step.build import StepBody
+
+
+class Carry:
+    """The state of a run as the flat list of leaves that programs take and give back, and what the host knows of it.
+
+    A program call replaces `leaves`; arrays taken out before are then gone (donated). Copy what must outlive a call.
+
+    Attributes:
+        leaves: device arrays: the state, the record ring, (rows written, halt code).
+        batch: microbatches handed over so far.
+        micro: microbatches in the open window.
+        written, unread: record rows written so far, and since the last read.
+    """
+
+    def __init__(self, leaves: list[jax.Array], batch: int, micro: int) -> None:
+        self.leaves, self.batch, self.micro = leaves, batch, micro
+        self.written = self.unread = 0
+        self.in_flight: deque[jax.Array] = deque()
+
+
+class StepPrograms:
+    """The programs of one step. All keep the same numbers bit for bit; they differ in how much one call does.
+
+    Attributes:
+        layout: columns of the records.
+        watch: compile counts.
+        paths: names of the state's leaves in flat order.
+        accumulate: microbatches in a full window.
+        max_in_flight: calls that may wait on the device before the next one waits for the oldest.
+    """
+
+    def __init__(self, body: StepBody, init: Any, given: Any, *, max_in_flight: int = 4) -> None:
+        self.layout, self.accumulate, self.max_in_flight = body.layout, body.accumulate, max_in_flight
+        self.watch = CompileWatch()
+        self._given, self._body = given, body
+        self._init = jax.jit(lambda parts, key: jax.tree.leaves(init(parts, key)))
+        shapes = jax.eval_shape(init, given, jax.ShapeDtypeStruct((2,), jnp.uint32))
+        self._like, self._treedef = jax.tree.leaves(shapes), jax.tree.structure(shapes)
+        self._state_treedef = jax.tree.structure(shapes[0])
+        self.paths = leaf_paths(shapes[0])
+        self._n = len(self.paths)
+        names = [*self.paths, "records/rows", "records/status"]
+        jit = self.watch.jit
+        self._micro = jit("micro", self._one(body.micro), [names, "batch"], donate_argnums=0)
+        self._apply = jit("apply", self._one(body.apply), [names, "batch"], donate_argnums=0)
+        self._stacked = jit("span_stacked", self._span_stacked, [names, "block", "trip"], donate_argnums=0)
+        inputs = [names, "columns", "table", "trip"]
+        self._resident = jit("span_resident", self._span_resident, inputs, donate_argnums=0)
+        self._new_epoch = jax.jit(lambda c: c.at[state.EPOCH_STEP].set(0), donate_argnums=0)
+        self._counters_at = self.paths.index("counters")
+
+    # -- making and opening a carry
+
+    def init(
+        self,
+        params: Mapping[str, Any],
+        model_state: Any,
+        *,
+        frozen: Mapping[str, Any] | None = None,
+        slots: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> Carry:
+        """A fresh carry; the arrays given stay the caller's.
+
+        Raises:
+            StepError: an array has another path, shape or dtype than the one the step was built for.
+        """
+        parts = (dict(params), dict(frozen or {}), model_state, dict(slots or {}))
+        names = ("params", "frozen", "model_state", "slots")
+        wanted = dict(zip(names, self._given, strict=True))
+        given = jax.tree.map(_shaped, dict(zip(names, parts, strict=True)))
+        found = dict(zip(leaf_paths(given), jax.tree.leaves(given), strict=True))
+        match_named(found, leaf_paths(wanted), jax.tree.leaves(wanted))
+        leaves = self._init(parts, run_key(seed))
+        return Carry(_unshared(leaves, jax.tree.leaves(parts)), 0, 0)
+
+    def state(self, carry: Carry) -> TrainState:
+        """The carry's arrays as a TrainState, without a copy; they are gone after the next call."""
+        return jax.tree.unflatten(self._state_treedef, carry.leaves[: self._n])
+
+    def put(self, carry: Carry, train: TrainState) -> None:
+        """Put changed arrays (a learning rate, weights) into the carry.
+
+        Raises:
+            StepError: an array has another path, shape or dtype; nothing is changed.
+        """
+        leaves = jax.tree.leaves(train)
+        found = dict(zip(leaf_paths(train), (_shaped(leaf) for leaf in leaves), strict=True))
+        match_named(found, self.paths, self._like[: self._n])
+        kept = {id(leaf) for leaf in carry.leaves}
+        fresh = [place for place, leaf in enumerate(leaves) if id(leaf) not in kept]
+        for place, leaf in zip(fresh, own([leaves[place] for place in fresh]), strict=True):
+            carry.leaves[place] = leaf
+
+    def named(self, carry: Carry) -> dict[str, jax.Array]:
+        """Every leaf of the state by name: what a checkpoint holds."""
+        return dict(zip(self.paths, carry.leaves[: self._n], strict=True))
+
+    def abstract(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype name of every leaf by name."""
+        like = self._like[: self._n]
+        return {p: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for p, leaf in zip(self.paths, like, strict=True)}
+
+    def load_named(self, named: Mapping[str, Any]) -> Carry:
+        """A carry from saved leaves, exactly as they were; the arrays given stay the caller's.
+
+        Raises:
+            StepError: names, shapes or dtypes differ; names the first differing path. Nothing is made.
+        """
+        leaves = match_named(named, self.paths, self._like[: self._n])
+        counters = np.asarray(named["counters"])
+        blank = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._like[self._n :]]
+        return Carry(own([*leaves, *blank]), int(counters[state.BATCH]), int(counters[state.MICRO]))
+
+    # -- moving it forward
+
+    def micro(self, carry: Carry, batch: Mapping[str, Any]) -> None:
+        """Accumulate one microbatch; the window stays open.
+
+        Raises:
+            StepError: the window would be full; close it with `apply`.
+        """
+        if carry.micro + 1 >= self.accumulate:
+            raise StepError(f"microbatch {carry.micro + 1} of {self.accumulate} closes the window; call apply")
+        self._advance(carry, 1, 0, self._micro, batch)
+        carry.micro += 1
+
+    def apply(self, carry: Carry, batch: Mapping[str, Any]) -> None:
+        """Take the last microbatch of a window, full or shorter, and commit the window."""
+        self._advance(carry, 1, 1, self._apply, batch)
+        carry.micro = 0
+
+    def step(self, carry: Carry, batch: Mapping[str, Any], *, closes: bool = False) -> None:
+        """`apply` when the window is full or `closes` says that it ends here, else `micro`."""
+        (self.apply if closes or carry.micro + 1 == self.accumulate else self.micro)(carry, batch)
+
+    def span_resident(self, carry: Carry, columns: Mapping[str, Any], table: Any, start: int, micros: int) -> None:
+        """Run microbatches `start .. start + micros - 1` of a device table; the last one closes its window.
+
+        Args:
+            columns: device arrays [n, ...], see `batches.place_columns`.
+            table: int32 [batches, B], row numbers, -1 for padding; see `batches.place_table`.
+        """
+        trip, windows = self._trip(carry, start, micros)
+        self._advance(carry, micros, windows, self._resident, columns, table, trip)
+        carry.micro = 0
+
+    def span_stacked(self, carry: Carry, block: Mapping[str, Any], micros: int) -> None:
+        """Run the first `micros` batches of a stacked block; the last one closes its window.
+
+        Args:
+            block: host or device arrays [capacity, B, ...], see `batches.stack_batches`; one capacity, one compile.
+        """
+        trip, windows = self._trip(carry, 0, micros)
+        self._advance(carry, micros, windows, self._stacked, block, trip)
+        carry.micro = 0
+
+    def start_epoch(self, carry: Carry) -> None:
+        """Set the count of this epoch's updates to 0."""
+        carry.leaves[self._counters_at] = self._new_epoch(carry.leaves[self._counters_at])
+
+    # -- looking at it
+
+    def room(self, carry: Carry) -> int:
+        """Record rows that can still be written before `read_records` must be called."""
+        return self.layout.capacity - carry.unread
+
+    def read_records(self, carry: Carry, *, check: bool = True) -> Records:
+        """Records since the last call, in one transfer: the only read of training from the device.
+
+        Raises:
+            NonFiniteError: training stopped at a non-finite window, or at too many in a row.
+            DataError: a microbatch held impossible labels.
+            (Both only with `check`; the state is as before the window named, and stays so.)
+        """
+        rows = np.array(carry.leaves[self._n])
+        places = np.arange(carry.written - carry.unread, carry.written) % self.layout.capacity
+        found = self.layout.read(rows[places])
+        carry.unread = 0
+        if check:
+            self.raise_if_halted(found)
+        return found
+
+    def raise_if_halted(self, found: Records) -> None:
+        """Raise the error for the first halt among `found`, if there is one; see `read_records`."""
+        halted = np.flatnonzero(found.ints["halt"])
+        if not len(halted):
+            return
+        row = int(halted[0])
+        at = {name: int(column[row]) for name, column in found.ints.items()}
+        update = at["step"] + 1
+        if at["halt"] == records.HALT_INVALID:
+            raise DataError(
+                f"microbatch {at['batch'] - 1} has {at['invalid']} labels that no class has (update {update}); nothing "
+                "of its window was applied; correct the labels, or give the loss an ignore_index"
+            )
+        what = [f"loss term {self.layout.terms[at['bad_term']]!r}"] if at["bad_term"] >= 0 else []
+        if at["bad_leaf"] >= 0:
+            what.append(f"the gradient of {self._gradient_path(at['bad_leaf'])!r}")
+        after = "" if at["halt"] == records.HALT_NONFINITE else f" after {at['consecutive']} bad windows in a row"
+        raise NonFiniteError(
+            f"update {update}, microbatch {at['bad_batch']}: {' and '.join(what) or 'the gradient norm'} is not "
+            f"finite{after}; the state is as before that update; lower the rate, clip, or set nonfinite to 'skip'"
+        )
+
+    def block(self, carry: Carry) -> None:
+        """Wait until the device has done every call so far; reads nothing."""
+        jax.block_until_ready(carry.leaves)
+
+    def lower(self, kind: str, *args: Any) -> Any:
+        """`jax.stages.Lowered` of the program "micro", "apply", "stacked" or "resident" for these arguments.
+
+        `args` are what the method of that name takes after the carry, as arrays or shapes; the trip counts are added.
+        """
+        jitted = {"micro": self._micro, "apply": self._apply, "stacked": self._stacked, "resident": self._resident}
+        trip = [] if kind in ("micro", "apply") else [jax.ShapeDtypeStruct((4,), jnp.int32)]
+        return jitted[kind].lower(list(self._like), *args, *trip)
+
+    def _gradient_path(self, leaf: int) -> str:
+        return leaf_paths(self._given[0])[leaf]
+
+    def _trip(self, carry: Carry, start: int, micros: int) -> tuple[np.ndarray, int]:
+        """(start, windows, length of the first, length of the last), and the windows."""
+        if micros < 1:
+            raise StepError(f"a span has at least one microbatch, got {micros}")
+        first = min(self.accumulate - carry.micro, micros)
+        more, tail = divmod(micros - first, self.accumulate)
+        windows = 1 + more + (tail > 0)
+        return np.array([start, windows, first, tail or self.accumulate], np.int32), windows
+
+    def _advance(self, carry: Carry, micros: int, windows: int, program: Any, *args: Any) -> None:
+        rows = micros if self.layout.every == "batch" else windows
+        if carry.unread + rows > self.layout.capacity:
+            raise StepError(
+                f"{carry.unread} unread record rows and {rows} more do not fit the ring of {self.layout.capacity}; "
+                "call read_records first or build with a larger capacity"
+            )
+        while len(carry.in_flight) >= self.max_in_flight:
+            carry.in_flight.popleft().block_until_ready()
+        leaves, carry.leaves = carry.leaves, []
+        carry.leaves, token = program(leaves, *args)
+        carry.in_flight.append(token)
+        carry.batch += micros
+        carry.unread += rows
+        carry.written += rows
+
+    # -- traced
+
+    def _open(self, leaves: list[Any]) -> Any:
+        return barrier(jax.tree.unflatten(self._treedef, leaves))
+
+    def _shut(self, carry: Any) -> tuple[list[Any], Any]:
+        """Flat leaves, and a token: an output of its own that no later call takes away, to wait on."""
+        leaves, treedef = jax.tree.flatten(state.strong(carry))
+        if treedef != self._treedef:
+            raise StepError(f"the step changed the structure of its state from {self._treedef} to {treedef}")
+        return leaves, -carry[2][0]
+
+    def _one(self, body: Any) -> Any:
+        return lambda leaves, batch: self._shut(body(self._open(leaves), barrier(batch)))
+
+    def _span_resident(self, leaves: list[Any], columns: Any, table: Any, trip: Any) -> Any:
+        return self._span(leaves, lambda row: batches.gather(columns, table[row]), trip)
+
+    def _span_stacked(self, leaves: list[Any], block: Any, trip: Any) -> Any:
+        return self._span(leaves, lambda row: batches.take(block, row), trip)
+
+    def _span(self, leaves: list[Any], fetch: Any, trip: Any) -> Any:
+        start, windows, first, last = trip[0], trip[1], trip[2], trip[3]
+
+        def one(row: Any, carry: Any) -> Any:
+            body = self._body.apply if self.accumulate == 1 else self._body.micro
+            return body(barrier(carry), barrier(dict(fetch(row))))
+
+        def window(number: Any, carried: Any) -> Any:
+            row, carry = carried
+            if self.accumulate == 1:
+                return row + 1, one(row, carry)
+            length = jnp.where(number == 0, first, jnp.where(number == windows - 1, last, self.accumulate))
+            carry = jax.lax.fori_loop(row, row + length, one, carry)
+            return row + length, self._body.commit(carry)
+
+        return self._shut(jax.lax.fori_loop(0, windows, window, (start, self._open(leaves)))[1])
+
+
+def _shaped(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+
+def _unshared(leaves: list[jax.Array], given: list[Any]) -> list[jax.Array]:
+    """The leaves with every buffer that is held twice, or by the caller, copied: each can be given away alone."""
+    held = {leaf.unsafe_buffer_pointer() for leaf in given if isinstance(leaf, jax.Array) and leaf.is_fully_addressable}
+    out = []
+    for leaf in leaves:
+        pointer = leaf.unsafe_buffer_pointer()
+        out.append(own([leaf])[0] if pointer in held and leaf.size else leaf)
+        held.add(out[-1].unsafe_buffer_pointer())
+    return out
