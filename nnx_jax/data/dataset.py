@@ -1,0 +1,187 @@
+"""A dataset is a specification that can hand out its rows: named columns, whole batches, one identity.
+
+Every dataset of the project has the same few questions answered here: how many rows, which columns, what the network
+must know about them (`info`), the rows of an index array at once (`take`), and a hash of what the rows *are*. The path
+they came from is never part of that hash: moving a file does not change a run's id, editing it does.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from nnx_jax.core.errors import DataError, nearest
+from nnx_jax.core.hashing import content_hash, hash_array, hash_arrays
+from nnx_jax.core.operator import Operator
+from nnx_jax.data.dtypes import Columns, settle_columns
+
+_HASH_CHUNK = 4096  # rows hashed at a time for datasets that are not in memory
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnInfo:
+    """What one row holds in one column: its shape without the row axis, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class TrainingDataset(Operator):
+    """Base of every dataset (family `dataset`); columns are named, `x` is the input and `y` the target by custom.
+
+    A subclass gives `__len__` and `take`; everything else has a default. Subclasses whose rows are all in memory derive
+    from `InMemoryDataset` instead.
+    """
+
+    family: ClassVar[str] = "dataset"
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        raise NotImplementedError(f"{type(self).__name__} must define __len__ (the number of rows)")
+
+    @abc.abstractmethod
+    def take(self, indices: np.ndarray) -> Columns:
+        """Return the rows `indices` [B] of every column, each [B, ...], in the order asked for."""
+        raise NotImplementedError(f"{type(self).__name__} must define take(indices) (the rows of every column)")
+
+    def __bool__(self) -> bool:
+        """Return True: an empty dataset is still a dataset (`if params.val:` asks whether one was given)."""
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: there is nothing to call."""
+        raise TypeError(
+            f"{type(self).__name__} is not called, it is iterated: `for x, y in dataset`; take(indices) gives a batch"
+        )
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:  # type: ignore[override]
+        """Yield one tuple a row, in row order: `(x, y)`, or every column in order when there is no such pair."""
+        names = self.names
+        for start in range(0, len(self), _HASH_CHUNK):
+            chunk = self.take(np.arange(start, min(start + _HASH_CHUNK, len(self))))
+            yield from zip(*(chunk[name] for name in names), strict=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The column names, `x` and `y` first."""
+        known = self.columns
+        return tuple(sorted(known, key=lambda name: (("x", "y").index(name) if name in ("x", "y") else 2)))
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        """Name -> shape and dtype of one row."""
+        sample = self.take(np.arange(min(1, len(self))))
+        return {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in sample.items()}
+
+    def arrays(self) -> Columns | None:
+        """Return every column whole, or None when the rows are not in memory (nor could be on the device)."""
+        return None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a network needs to know: `input_shape` (of one row), and where known `input_dim`, `target_shape`,
+        `n_classes`, `output_dim`, `vocab_size`, `context_length`."""
+        columns = self.columns
+        return {"input_shape": columns["x"].shape} if "x" in columns else {}
+
+    def content_hash(self) -> str:
+        """Return 64 hex digits of the rows themselves (every column's dtype, shape and bytes, in row order).
+
+        This default reads every row once. Two datasets with equal rows have equal hashes wherever the rows came from;
+        no memory address or path takes part, so the hash is the same in every process.
+        """
+        rows = len(self)
+        chunks = [
+            hash_arrays(self.take(np.arange(start, min(start + _HASH_CHUNK, rows))))
+            for start in range(0, rows, _HASH_CHUNK)
+        ]
+        return content_hash({"rows": rows, "chunks": chunks})
+
+
+class InMemoryDataset(TrainingDataset):
+    """A dataset whose columns are whole arrays; a subclass gives `load()`, called once, on first use.
+
+    A field or class attribute `n_classes` declares the number of classes; otherwise it is read off the targets.
+    """
+
+    _kept: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @abc.abstractmethod
+    def load(self) -> Mapping[str, Any]:
+        """Return name -> array [N, ...]; dtypes are settled and lengths compared by the caller."""
+        raise NotImplementedError(f"{type(self).__name__} must define load()")
+
+    def _loaded(self) -> Columns:
+        if "columns" not in self._kept:
+            settled = settle_columns(self.load(), getattr(self, "path", type(self).__name__))
+            columns = {name: column.view() for name, column in settled.items()}
+            for column in columns.values():
+                column.setflags(write=False)  # the hash would lie after a change in place
+            self._kept["columns"] = columns
+        return self._kept["columns"]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        columns = self._loaded()
+        return len(next(iter(columns.values())))
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        """Name -> shape and dtype of one row."""
+        return {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in self._loaded().items()}
+
+    def take(self, indices: np.ndarray) -> Columns:
+        """Return the rows `indices` [B] of every column."""
+        return {name: column[indices] for name, column in self._loaded().items()}
+
+    def arrays(self) -> Columns:
+        """Return every column whole (read-only views)."""
+        return dict(self._loaded())
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a network needs to know (see `TrainingDataset.info`)."""
+        return describe(self._loaded(), getattr(self, "n_classes", None))
+
+    def content_hash(self) -> str:
+        """Return 64 hex digits of the columns and the class count; independent of memory order and of the file."""
+        if "hash" not in self._kept:
+            rows = {name: hash_array(column) for name, column in self._loaded().items()}
+            self._kept["hash"] = content_hash({"columns": rows, "n_classes": self.info.get("n_classes")})
+        return self._kept["hash"]
+
+
+def describe(columns: Mapping[str, np.ndarray], n_classes: int | None = None) -> dict[str, Any]:
+    """Return `info` for whole columns.
+
+    Whole-number targets of one value a row are class labels: `n_classes` (and `output_dim`) is `max + 1` unless it was
+    declared. Other targets give `output_dim`, the number of values a row.
+    """
+    info: dict[str, Any] = {}
+    if "x" in columns:
+        info["input_shape"] = tuple(columns["x"].shape[1:])
+        info["input_dim"] = int(np.prod(columns["x"].shape[1:], dtype=np.int64))
+    if "y" in columns:
+        info["target_shape"] = tuple(columns["y"].shape[1:])
+    if n_classes is not None:
+        info["n_classes"] = n_classes
+    elif "y" in columns and columns["y"].dtype.kind in "iu" and columns["y"].ndim == 1 and len(columns["y"]):
+        info["n_classes"] = int(max(columns["y"].max(), 0)) + 1
+    if "n_classes" in info:
+        info["output_dim"] = info["n_classes"]
+    elif "y" in columns:
+        info["output_dim"] = int(np.prod(columns["y"].shape[1:], dtype=np.int64))
+    return info
+
+
+def require_columns(wanted: tuple[str, ...], found: Mapping[str, Any] | tuple[str, ...], where: str) -> None:
+    """Raise `DataError` naming the first wanted column that is missing, and what there is."""
+    for name in wanted:
+        if name not in found:
+            raise DataError(f"{where} has no column {name!r}{nearest(name, found)} (columns: {', '.join(found)})")
