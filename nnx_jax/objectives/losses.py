@@ -1,0 +1,230 @@
+"""The built-in losses and the user's own, each as sums: (outputs, batch) -> loss terms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.objectives.targets import (
+    Batch,
+    Items,
+    bernoulli_items,
+    class_items,
+    item_weight,
+    value_items,
+    weighted_sum,
+)
+from nnx_jax.objectives.terms import LossTerm, check_terms
+
+Task = Literal["classes", "bernoulli", "values", "own"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss ready to be traced: call it with (outputs, batch) to get its terms.
+
+    `batch` holds "y", and may hold "mask" [B] (1 for a real row, 0 for padding) and "weight". Outputs of any float
+    type are cast to float32 first. A label that is not a label adds nothing to either sum and is counted by
+    `invalid_labels`, so that the step can refuse the update instead of learning a wrong class.
+
+    Attributes:
+        name: the kind, also the name of its single term.
+        task: how outputs are read: class logits, bernoulli logits, values, or the user's own.
+        ignore_index: the label that means "no target", or None.
+    """
+
+    name: str
+    task: Task
+    terms: Callable[[Any, Batch], tuple[LossTerm, ...]]
+    count_invalid: Callable[[Any, Batch], jax.Array]
+    ignore_index: int | None = None
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[LossTerm, ...]:
+        return self.terms(outputs, batch)
+
+    def invalid_labels(self, outputs: Any, batch: Batch) -> jax.Array:
+        """How many weighted items have an illegal label: int32 scalar."""
+        return self.count_invalid(outputs, batch)
+
+
+def cross_entropy(
+    *,
+    ignore_index: int | None = -100,
+    class_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Softmax cross entropy for integer labels; outputs [..., C], labels [...].
+
+    With class weights the denominator is the summed weight of the valid labels, and label smoothing spreads its share
+    over the weighted classes: `(1 - e) * w_y * nll_y + e / C * sum_c w_c * nll_c`, as torch.nn.CrossEntropyLoss does.
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    weights = None if class_weights is None else tuple(float(w) for w in class_weights)
+    if weights is not None and (min(weights, default=0.0) < 0 or not sum(weights) > 0):
+        raise ConfigError(f"class_weights must be 0 or more and not all 0, got {weights}")
+
+    def terms(outputs: Any, batch: Batch) -> tuple[LossTerm, ...]:
+        items = class_items(outputs, batch, ignore_index)
+        n_classes = items.outputs.shape[-1]
+        if weights is not None and len(weights) != n_classes:
+            raise ConfigError(f"class_weights has {len(weights)} numbers, the model has {n_classes} classes")
+        shifted = items.outputs - jax.lax.stop_gradient(jnp.max(items.outputs, axis=-1, keepdims=True))
+        log_norm = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+        loss = log_norm - pick(shifted, items.targets)
+        weight = items.weight
+        if weights is not None:
+            per_class = jnp.asarray(weights, jnp.float32)
+            weight = weight * per_class[items.targets]
+        numerator = weighted_sum(loss, weight) * (1.0 - label_smoothing)
+        if label_smoothing:
+            spread = log_norm[..., None] - shifted
+            spread = jnp.sum(spread if weights is None else spread * jnp.asarray(weights, jnp.float32), axis=-1)
+            numerator = numerator + weighted_sum(spread, items.weight) * (label_smoothing / n_classes)
+        return (LossTerm("cross_entropy", numerator, jnp.sum(weight)),)
+
+    def count(outputs: Any, batch: Batch) -> jax.Array:
+        return _count(class_items(outputs, batch, ignore_index))
+
+    return Loss("cross_entropy", "classes", terms, count, ignore_index)
+
+
+def pick(values: jax.Array, labels: jax.Array) -> jax.Array:
+    """`values[..., labels]` by comparison: its gradient is a select, cheaper than the scatter of a gather."""
+    hit = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1) == labels[..., None]
+    return jnp.sum(jnp.where(hit, values, 0.0), axis=-1)
+
+
+def binary_cross_entropy() -> Loss:
+    """Sigmoid cross entropy from logits, a mean over all outputs; targets in [0, 1] of the outputs' shape."""
+
+    def per_item(logits: jax.Array, targets: jax.Array) -> jax.Array:
+        return jnp.maximum(logits, 0.0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+
+    return _elementwise("binary_cross_entropy", "bernoulli", bernoulli_items, per_item)
+
+
+def mse() -> Loss:
+    """Squared error, a mean over all outputs."""
+    return _elementwise("mse", "values", value_items, lambda outputs, targets: jnp.square(outputs - targets))
+
+
+def mae() -> Loss:
+    """Absolute error, a mean over all outputs."""
+    return _elementwise("mae", "values", value_items, lambda outputs, targets: jnp.abs(outputs - targets))
+
+
+def huber(*, delta: float = 1.0) -> Loss:
+    """Huber loss, a mean over all outputs: 0.5 e^2 up to |e| = delta, then delta * (|e| - delta / 2), as torch does."""
+    if not delta > 0:
+        raise ConfigError(f"huber delta must be above 0, got {delta}")
+
+    def per_item(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        error = jnp.abs(outputs - targets)
+        inside = jnp.minimum(error, delta)
+        return 0.5 * inside * inside + delta * (error - inside)
+
+    return _elementwise("huber", "values", value_items, per_item)
+
+
+def _elementwise(
+    name: str,
+    task: Task,
+    read: Callable[[Any, Batch], Items],
+    per_item: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Loss:
+    def terms(outputs: Any, batch: Batch) -> tuple[LossTerm, ...]:
+        items = read(outputs, batch)
+        numerator = weighted_sum(per_item(items.outputs, items.targets), items.weight)
+        return (LossTerm(name, numerator, jnp.sum(items.weight)),)
+
+    return Loss(name, task, terms, lambda outputs, batch: _count(read(outputs, batch)))
+
+
+def _count(items: Items) -> jax.Array:
+    return jnp.sum(items.illegal, dtype=jnp.int32)
+
+
+def wrap_user_loss(fn: Callable[..., Any], name: str | None = None) -> Loss:
+    """Make a loss of the user's function.
+
+    The function takes (outputs, batch) when its second parameter is called `batch`, else (outputs, targets). It returns
+    LossTerm objects, or one loss for each example ([B], [B, T], ...), or (loss for each example, mask). The row mask of
+    the batch is applied to the last two.
+
+    Raises:
+        ConfigError: for something not callable, or a function that returns an already averaged number.
+    """
+    if not callable(fn):
+        raise ConfigError(f"a loss is a function of (outputs, batch) or (outputs, targets), got {type(fn).__name__}")
+    label = name or getattr(fn, "__name__", "loss")
+    takes_batch = _second_parameter(fn) == "batch"
+
+    def terms(outputs: Any, batch: Batch) -> tuple[LossTerm, ...]:
+        result = fn(outputs, batch if takes_batch else batch["y"])
+        if isinstance(result, LossTerm) or (isinstance(result, tuple | list) and _all_terms(result)):
+            return check_terms(result)
+        own_mask = None
+        if isinstance(result, tuple) and len(result) == 2:
+            result, own_mask = result
+        values = jnp.asarray(result, jnp.float32)
+        if values.ndim == 0:
+            raise ConfigError(
+                f"loss '{label}' returned one number; return the loss of each example, or a LossTerm(name, sum, "
+                "count), so that windows and devices can be added before dividing"
+            )
+        weight = item_weight(batch, values.shape)
+        if own_mask is not None:
+            weight = weight * item_weight({"mask": own_mask}, values.shape)
+        return (LossTerm(label, weighted_sum(values, weight), jnp.sum(weight)),)
+
+    return Loss(label, "own", terms, lambda outputs, batch: jnp.int32(0))
+
+
+def _all_terms(result: Sequence[Any]) -> bool:
+    return bool(result) and all(isinstance(part, LossTerm) for part in result)
+
+
+def _second_parameter(fn: Callable[..., Any]) -> str:
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return ""
+    return names[1] if len(names) > 1 else ""
+
+
+LOSSES: dict[str, Callable[..., Loss]] = {
+    "cross_entropy": cross_entropy,
+    "binary_cross_entropy": binary_cross_entropy,
+    "mse": mse,
+    "mae": mae,
+    "huber": huber,
+}
+
+
+def build_loss(spec: Any) -> Loss:
+    """Build the loss of a LossParams spec, a kind's name, a user's function, or a Loss (returned as it is).
+
+    Raises:
+        ConfigError: for an unknown kind.
+    """
+    if isinstance(spec, Loss):
+        return spec
+    kind = spec if isinstance(spec, str) else getattr(spec, "kind", None)
+    if isinstance(kind, str) and kind in LOSSES:
+        make = LOSSES[kind]
+        options = {} if isinstance(spec, str) else _options(spec, make)
+        return make(**options)
+    if callable(spec) and not isinstance(spec, type):
+        return wrap_user_loss(spec)
+    raise ConfigError(f"there is no loss {kind or spec!r}{nearest(kind or spec, LOSSES)}")
+
+
+def _options(spec: Any, make: Callable[..., Loss]) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in inspect.signature(make).parameters if hasattr(spec, name)}
