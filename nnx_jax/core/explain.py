@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.core.errors import ConfigError, NnxError, nearest
 from nnx_jax.core.registry import OneOf, lookup
 
 Path = tuple[Any, ...]
@@ -90,7 +90,7 @@ def _problems(cls: type[BaseModel], data: Any, item: Any) -> Iterator[tuple[Path
         yield path, f"unknown key '{path[-1]}'{nearest(path[-1], field_names(owner) if owner else ())}"
     elif kind == "value_error":
         cause = context.get("error")
-        message = cause.args[0] if isinstance(cause, ConfigError) and cause.args else str(cause)
+        message = cause.args[0] if isinstance(cause, NnxError) and cause.args else str(cause)
         yield path, f"got {_shown(value)}; {message}" if _is_scalar(value) else message
     else:
         yield path, f"got {_shown(value)}; {_expectation(kind, context, value, item['msg'])}"

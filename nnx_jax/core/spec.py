@@ -157,7 +157,7 @@ class Spec(BaseModel):
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field; for use while the object is being built only."""
-        self.__dict__[name] = value
+        object.__setattr__(self, name, value)
 
     def _complete(self) -> None:
         """Fill in defaults that depend on other fields, with `_set`; called once, before `problems`."""
@@ -181,7 +181,7 @@ class Spec(BaseModel):
         left, right = _jsonable(value), _jsonable(default)
         return type(left) is type(right) and left == right
 
-    def _changed(self) -> dict[str, Any]:
+    def changed(self) -> dict[str, Any]:
         """Return the fields that are not at their default, in the order of declaration."""
         return {n: getattr(self, n) for n, field in type(self).model_fields.items() if not self._is_default(n, field)}
 
@@ -197,7 +197,7 @@ class Spec(BaseModel):
         own = self._own_kind()
         state: dict[str, Any] = {"kind": own} if own else {}
         fields = type(self).model_fields
-        for name, value in self._changed().items():
+        for name, value in self.changed().items():
             if fields[name].exclude or (ENVIRONMENT in fields[name].metadata and not environment):
                 continue
             try:
@@ -246,7 +246,7 @@ class Spec(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed; fields at their default follow the new values' defaults."""
-        return type(self)(**{**self._changed(), **changes})
+        return type(self)(**{**self.changed(), **changes})
 
     def __eq__(self, other: object) -> bool:
         """Equal class and equal state."""

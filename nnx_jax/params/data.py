@@ -1,0 +1,51 @@
+"""The data of a run: its datasets and how they are cut into microbatches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from nnx_jax.core.registry import OneOf
+from nnx_jax.core.spec import Spec
+from nnx_jax.params.fields import Seed, Size
+
+Dataset = Annotated[Any, OneOf("dataset")]
+"""A dataset: an instance, or a mapping with the `kind` of a registered one."""
+
+
+class NNDataParams(Spec):
+    """Datasets and batches."""
+
+    train: Dataset
+    """Rows to train on."""
+    val: Dataset = None
+    """Rows for the evaluation during training."""
+    test: Dataset = None
+    """Rows for the one evaluation at the end."""
+    batch_size: Size = 32
+    """Rows per microbatch."""
+    tail: Literal["pad", "drop", "keep"] = "pad"
+    """The last, shorter batch of an epoch: padded with masked rows, left out, or kept shorter."""
+    shuffle: bool = True
+    """Whether every epoch has its own order, a function of seed + epoch."""
+    seed: Seed | None = None
+    """Seed of the order; none: the seed of training."""
+    eval_batch_size: Size | None = None
+    """Rows per batch in evaluation; none: batch_size."""
+
+    def identity(self, default_seed: int) -> dict[str, Any]:
+        """Return what the run id knows of the data: the rows (not where they lie), and how they are cut.
+
+        Settings that are written out but say the same as leaving them out do not count.
+
+        Args:
+            default_seed: the seed that `seed: none` stands for.
+        """
+        state = self.changed()
+        for split in ("train", "val", "test"):
+            if (dataset := getattr(self, split)) is not None:
+                state[split] = dataset.content_hash()
+        if self.seed == default_seed:
+            state.pop("seed", None)
+        if self.eval_batch_size == self.batch_size:
+            state.pop("eval_batch_size", None)
+        return state
