@@ -209,7 +209,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def build_loss(spec: Any) -> Loss:
-    """Build the loss of a LossParams spec, a kind's name, a user's function, or a Loss (returned as it is).
+    """Build the loss of a LossParams spec (a user's own defines `__call__`), a kind's name, a function, or a Loss.
 
     Raises:
         ConfigError: for an unknown kind.
@@ -217,13 +217,12 @@ def build_loss(spec: Any) -> Loss:
     if isinstance(spec, Loss):
         return spec
     kind = spec if isinstance(spec, str) else getattr(spec, "kind", None)
-    if isinstance(kind, str) and kind in LOSSES:
-        make = LOSSES[kind]
-        options = {} if isinstance(spec, str) else _options(spec, make)
-        return make(**options)
-    if callable(spec) and not isinstance(spec, type):
-        return wrap_user_loss(spec)
-    raise ConfigError(f"there is no loss {kind or spec!r}{nearest(kind or spec, LOSSES)}")
+    if not isinstance(spec, str) and callable(spec) and kind not in LOSSES:
+        return wrap_user_loss(spec, kind)
+    if kind not in LOSSES:
+        raise ConfigError(f"there is no loss {kind or spec!r}{nearest(kind or spec, LOSSES)}")
+    make = LOSSES[kind]
+    return make() if isinstance(spec, str) else make(**_options(spec, make))
 
 
 def _options(spec: Any, make: Callable[..., Loss]) -> dict[str, Any]:

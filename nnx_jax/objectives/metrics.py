@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,6 @@ from nnx_jax.objectives.losses import Task, build_loss, pick
 from nnx_jax.objectives.targets import Batch, Items, bernoulli_items, class_items, value_items
 
 Mode = Literal["min", "max"]
-Average = Literal["micro", "macro", "binary"]
 
 METRIC_MODES: dict[str, Mode] = {
     "loss": "min",
@@ -34,7 +34,14 @@ METRIC_MODES: dict[str, Mode] = {
 }
 """Which direction of a metric is the better one. A metric that is not here has no direction until the user gives it."""
 
-_VARIANT = re.compile(r"^(?:(?P<kind>precision|recall|f1)_(?:micro|macro|binary)|top_\d+)$")
+_VARIANT = re.compile(r"^(?:(?P<kind>precision|recall|f1)_(?:micro|macro)|top_\d+)$")
+
+_CLASSIFYING = ("accuracy", "precision", "recall", "f1", "nll", "brier")
+_KINDS: dict[str, tuple[str, ...]] = {
+    "classes": (*_CLASSIFYING, "top_k", "perplexity"),
+    "bernoulli": _CLASSIFYING,
+    "values": ("mse", "mae"),
+}
 
 NLL_FLOOR = 1e-12
 """Probabilities below this count as this in `nll`, so that one sure mistake does not make the mean infinite."""
@@ -45,9 +52,9 @@ class Metric:
     """A metric ready to be traced.
 
     Attributes:
-        name: the key in records, such as "accuracy" or "top_5" or "f1_macro".
+        name: the key in records, such as "accuracy", "top_5" or "f1_micro".
         size: how many sums it keeps.
-        mode: the better direction.
+        mode: the better direction; None for a metric of the user's without one.
         update: (outputs, batch) -> float32 [size], the sums of one batch. A row counts once when its mask (and its
             `weight`) is above 0, else not at all; ignored and illegal labels never count. Counts are exact up to 2**24
             items a batch; add batches in float64 on the host or with `sums.add_sums` on the device.
@@ -56,7 +63,7 @@ class Metric:
 
     name: str
     size: int
-    mode: Mode
+    mode: Mode | None
     update: Callable[[Any, Batch], jax.Array]
     compute: Callable[[np.ndarray], float]
 
@@ -80,6 +87,8 @@ def metric_mode(name: str, mode: str | None = None) -> Mode:
 def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> Metric:
     """Build the metric of a MetricParams spec or of a kind's name.
 
+    A metric of the user's is a MetricParams subclass with `size`, `update(outputs, batch)` and `compute(sums)`.
+
     Args:
         spec: has `kind`, and `k` (top_k), `average` (precision, recall, f1), `zero_division` where they apply.
         n_outputs: size of the last axis of the outputs.
@@ -90,32 +99,35 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
         ConfigError: for an unknown kind, or one that makes no sense for the loss.
     """
     built = build_loss(loss)
-    kind = spec if isinstance(spec, str) else getattr(spec, "kind", spec)
+    kind = spec if isinstance(spec, str) else getattr(spec, "kind", type(spec).__name__)
+    if callable(getattr(spec, "update", None)) and callable(getattr(spec, "compute", None)):
+        return Metric(
+            getattr(spec, "key", kind), int(spec.size), getattr(spec, "mode", None), spec.update, spec.compute
+        )
     task = built.task if built.task != "own" else _guess_task(kind, n_outputs)
-    read = _reader(task, built.ignore_index)
-    if kind in ("mse", "mae"):
-        return _error(kind, read if task == "values" else value_items)
-    legal = {
-        "classes": ("accuracy", "top_k", "precision", "recall", "f1", "nll", "brier", "perplexity"),
-        "bernoulli": ("accuracy", "precision", "recall", "f1", "nll", "brier"),
-    }.get(task, ())
-    if kind not in legal:
+    if kind not in _KINDS[task]:
         known = kind in METRIC_MODES
         reason = f"loss '{built.name}' has no metric {kind!r}" if known else f"there is no metric {kind!r}"
-        raise ConfigError(reason + nearest(kind, (*legal, "mse", "mae")))
+        raise ConfigError(reason + nearest(kind, _KINDS[task]))
+    metric = _built_in(kind, spec, task, n_outputs, _reader(task, built.ignore_index))
+    return replace(metric, name=getattr(spec, "key", metric.name))
+
+
+def _built_in(kind: str, spec: Any, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
     if kind == "accuracy":
-        return Metric("accuracy", 2, "max", lambda o, b: _hits(task, read(o, b)), _ratio)
+        return Metric(kind, 2, "max", lambda o, b: _hits(task, read(o, b)), _ratio)
     if kind == "top_k":
         return _top_k(int(getattr(spec, "k", 5)), n_outputs, read)
     if kind in ("precision", "recall", "f1"):
-        return _confusion(
-            kind, getattr(spec, "average", "macro"), float(getattr(spec, "zero_division", 0.0)), task, n_outputs, read
-        )
+        average, empty = getattr(spec, "average", "macro"), float(getattr(spec, "zero_division", 0.0))
+        return _confusion(kind, average, empty, task, n_outputs, read)
+    if kind in ("mse", "mae"):
+        return Metric(kind, 2, "min", lambda o, b: _error(kind, read(o, b)), _ratio)
     if kind == "brier":
-        return Metric("brier", 2, "min", lambda o, b: _brier(task, read(o, b)), _ratio)
-    floor = float(np.log(NLL_FLOOR)) if kind == "nll" else -np.inf
-    finish = _ratio if kind == "nll" else _exp_ratio
-    return Metric(kind, 2, "min", lambda o, b: _nll(task, read(o, b), floor), finish)
+        return Metric(kind, 2, "min", lambda o, b: _brier(task, read(o, b)), _ratio)
+    if kind == "nll":
+        return Metric(kind, 2, "min", lambda o, b: _nll(task, read(o, b), math.log(NLL_FLOOR)), _ratio)
+    return Metric(kind, 2, "min", lambda o, b: _nll(task, read(o, b), -math.inf), _exp_ratio)
 
 
 def _guess_task(kind: str, n_outputs: int) -> Task:
@@ -158,13 +170,9 @@ def _hits(task: Task, items: Items) -> jax.Array:
     return _sum_and_count((_predicted(task, items) == _true(task, items)).astype(jnp.float32), items)
 
 
-def _error(kind: str, read: Callable[[Any, Batch], Items]) -> Metric:
-    def update(outputs: Any, batch: Batch) -> jax.Array:
-        items = read(outputs, batch)
-        error = items.outputs - items.targets
-        return _sum_and_count(jnp.square(error) if kind == "mse" else jnp.abs(error), items)
-
-    return Metric(kind, 2, "min", update, _ratio)
+def _error(kind: str, items: Items) -> jax.Array:
+    error = items.outputs - items.targets
+    return _sum_and_count(jnp.square(error) if kind == "mse" else jnp.abs(error), items)
 
 
 def _top_k(k: int, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
@@ -201,7 +209,7 @@ def _brier(task: Task, items: Items) -> jax.Array:
 
 
 def _confusion(
-    kind: str, average: Average, zero_division: float, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]
+    kind: str, average: str, zero_division: float, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]
 ) -> Metric:
     """Precision, recall, F1 from true positives, false positives and false negatives of each label (float32 [3 * L]).
 
@@ -209,12 +217,10 @@ def _confusion(
     scikit-learn's: a macro mean runs over the labels seen in targets or predictions (over all outputs when several are
     yes/no), and 0/0 is `zero_division`.
     """
-    if average not in ("micro", "macro", "binary"):
-        raise ConfigError(f"{kind} has average {average!r}" + nearest(average, ("micro", "macro", "binary")))
+    if average not in ("micro", "macro"):
+        raise ConfigError(f"{kind} has average {average!r}" + nearest(average, ("micro", "macro")))
     multilabel = task == "bernoulli" and n_outputs > 1
     n_labels = 2 if task == "bernoulli" and not multilabel else n_outputs
-    if average == "binary" and n_labels != 2:
-        raise ConfigError(f"{kind} with average 'binary' needs two classes, not {n_labels}; use micro or macro")
 
     def update(outputs: Any, batch: Batch) -> jax.Array:
         items = read(outputs, batch)
@@ -234,9 +240,7 @@ def _confusion(
         hit, wrong, missed = np.asarray(sums, np.float64).reshape(3, n_labels)
         if not (hit.sum() + wrong.sum() + missed.sum()) and not multilabel:
             return float("nan")
-        if average == "binary":
-            hit, wrong, missed = hit[1:], wrong[1:], missed[1:]
-        elif average == "micro":
+        if average == "micro":
             hit, wrong, missed = hit.sum(keepdims=True), wrong.sum(keepdims=True), missed.sum(keepdims=True)
         elif not multilabel:
             seen = hit + wrong + missed > 0
@@ -245,4 +249,4 @@ def _confusion(
         bottom = {"precision": hit + wrong, "recall": hit + missed, "f1": 2 * hit + wrong + missed}[kind]
         return float(np.mean(np.divide(top, bottom, out=np.full_like(top, zero_division), where=bottom > 0)))
 
-    return Metric(f"{kind}_{average}", 3 * n_labels, "max", update, compute)
+    return Metric(kind if average == "macro" else f"{kind}_micro", 3 * n_labels, "max", update, compute)

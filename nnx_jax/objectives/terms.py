@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from nnx_jax.core.errors import ConfigError
 
@@ -56,7 +57,7 @@ class LossTerm:
         if self.denominator is None:
             raise ConfigError(f"loss term '{self.name}' is a mean and needs its denominator (the count of valid items)")
         _check_scalar(self.name, "denominator", self.denominator)
-        if not isinstance(self.denominator, jax.core.Tracer) and float(self.denominator) < 0:
+        if not isinstance(self.denominator, Tracer) and float(self.denominator) < 0:
             raise ConfigError(f"loss term '{self.name}': denominator is negative ({float(self.denominator)})")
 
     @property

@@ -13,6 +13,7 @@ import optax
 
 from nnx_jax.core.errors import ConfigError, ModelError, nearest
 from nnx_jax.optim.paths import check_patterns, decay_mask, group_of, matches
+from nnx_jax.params.optim import add_optimizer_kind
 
 Params = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
@@ -29,7 +30,7 @@ class OptState(NamedTuple):
         inner: optax's own state (moments in float32).
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     rate: jax.Array
     inner: Any
 
@@ -79,6 +80,7 @@ def register_optimizer(name: str, factory: Callable[..., optax.GradientTransform
     if name in _FACTORIES or name in _BUILT_IN:
         raise ConfigError(f"optimizer name '{name}' is taken; choose another")
     _FACTORIES[name] = factory
+    add_optimizer_kind(name)
 
 
 def optimizer_names() -> tuple[str, ...]:

@@ -164,7 +164,6 @@ def make_schedule(
     factor: float = 0.1,
     step_size: int | None = None,
     T_max: int | None = None,  # torch's name, and the configuration's
-    max_lr: float | None = None,
     total_steps: int | None = None,
     warmup_steps: int | None = None,
 ) -> Schedule:
@@ -199,7 +198,7 @@ def make_schedule(
     if kind == "cosine":
         return replace(schedule, period=total, chosen=given is not None)
     if kind == "one_cycle":
-        return replace(schedule, period=total, base=float(base_lr if max_lr is None else max_lr))
+        return replace(schedule, period=total)
     warmup = max(1, total // 10) if warmup_steps is None else warmup_steps
     if warmup > total:
         raise ConfigError(f"warmup_steps is {warmup} and the schedule has {total} steps; write {total} or fewer")
