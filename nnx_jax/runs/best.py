@@ -46,7 +46,7 @@ def propose(paths: RunPaths) -> str | None:
         held = None if holder is None else _score(paths.root, holder)
         if score is None or holder == paths.run_id or (held is not None and held <= score):
             return holder
-        if holder is not None and held is None:  # the holder lost its BEST: everybody is asked
+        if held is None:  # no holder, or it lost its BEST: everybody is asked
             return _elect(paths.root, None)
         _point(paths.root, paths.run_id)
         return paths.run_id

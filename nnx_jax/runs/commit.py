@@ -120,6 +120,8 @@ class Committer:
             CheckpointError: the previous commit is safe, but a pointer or the retention after it failed.
         """
         self.drain()
+        if self._last is not None and self._last.final:
+            raise CheckpointError(f"run {self._paths.run_id!r} is finished; start a new run from it, or overwrite it")
         for name in (*point.names, *point.deferred):
             check_tag(name)
         if reserved := [name for name in point.deferred if name in RESERVED]:
@@ -136,7 +138,11 @@ class Committer:
             fsio.atomic_write(partial / HOST, host)
             handle = self._writer.save(partial, point.arrays)
         except BaseException as error:
+            with contextlib.suppress(Exception):
+                self._writer.close()  # a save that was started must not fail the next one
             self._undo(partial, error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C stays Ctrl-C
             raise self._explain(error, generation) from error
         pending = _Pending(point, generation, partial, extent, handle)
         self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{generation}")
@@ -145,8 +151,8 @@ class Committer:
     def drain(self) -> None:
         """Wait for the commit in flight, and raise what went wrong in the background since the last call."""
         if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.join()
+            self._thread.join()
+            self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -184,8 +190,6 @@ class Committer:
             self._failure = self._explain(error, pending.generation)
             return
         try:
-            if self._on_committed is not None:
-                self._on_committed(pointer)
             self._follow_up(pending.point, pointer)
         except BaseException as error:
             self._failure = CheckpointError(
@@ -229,8 +233,11 @@ class Committer:
         self._history.settle()
 
     def _follow_up(self, point: CommitPoint, pointer: Pointer) -> None:
-        """Steps 5 to 7; each is tried, and the first failure is raised with the others as notes."""
+        """Tell the caller, then steps 5 to 7; each is tried, the first failure is raised with the others as notes."""
         steps: list[Callable[[], object]] = []
+        if self._on_committed is not None:
+            report = self._on_committed
+            steps.append(lambda: report(pointer))
         for name in point.names:
             steps.append(lambda name=name: pointers.write_pointer(self._paths, name, pointer))
         if point.best:

@@ -15,7 +15,6 @@ from nnx_jax.runs.layout import LAST, RunPaths
 FORMAT = "nnx_jax.pointer/1"
 _LIMIT = 64 * 1024
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[^.].*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +91,18 @@ def write_pointer(paths: RunPaths, name: str, pointer: Pointer) -> None:
 
 def list_pointers(paths: RunPaths) -> dict[str, Pointer]:
     """Return every pointer of the run by name, LAST first; raises ResumePointError for a damaged one."""
-    try:
-        entries = sorted(entry.name for entry in paths.checkpoints.iterdir() if not entry.is_dir())
-    except FileNotFoundError:
-        return {}
-    names = [name for name in entries if _NAME.fullmatch(name)]
-    names.sort(key=lambda name: (name != LAST, name))
-    found = {name: read_pointer(paths, name) for name in names}
+    found = {name: read_pointer(paths, name) for name in pointer_names(paths)}
     return {name: pointer for name, pointer in found.items() if pointer is not None}
+
+
+def pointer_names(paths: RunPaths) -> list[str]:
+    """Return the names of the pointer files, LAST first; links are listed too, and refused when they are read."""
+    try:
+        entries = list(paths.checkpoints.iterdir())
+    except FileNotFoundError:
+        return []
+    names = [entry.name for entry in entries if entry.is_symlink() or not entry.is_dir()]
+    return sorted((name for name in names if not name.startswith(".")), key=lambda name: (name != LAST, name))
 
 
 def phase_names(epoch: int, n_epochs: int) -> tuple[str, ...]:
