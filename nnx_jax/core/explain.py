@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from nnx_jax.core.codec import dotted
 from nnx_jax.core.errors import ConfigError, NnxError, nearest
-from nnx_jax.core.registry import OneOf, lookup
+from nnx_jax.core.registry import OneOf, is_family, lookup
 
 Path = tuple[Any, ...]
 
@@ -37,6 +39,7 @@ def explain(
     *,
     file: str | None = None,
     lines: Mapping[Path, int] | None = None,
+    given: Mapping[Path, str] | None = None,
 ) -> ConfigError:
     """Return one ConfigError for all problems of `error`, each with its place.
 
@@ -46,34 +49,38 @@ def explain(
         error: pydantic's finding.
         file: the file `data` was read from; without one, places are written `Class.field`.
         lines: line number of each path in that file.
+        given: paths that came from elsewhere, with where (`--set train.seed=x`).
     """
     found: list[tuple[Path, str]] = []
     for item in error.errors(include_url=False):
-        for path, message in _problems(cls, data, item):
-            if (path, message) not in found:
-                found.append((path, message))
-    built = [_place(cls, data, path, file, lines or {}) + (message,) for path, message in found]
-    if len(built) == 1:
-        place, line, message = built[0]
-        return ConfigError(message, path=place, file=file, line=line)
-    listed = "".join(
-        "\n  - " + ": ".join(part for part in (f"{file}:{line}" if line else "", place, message) if part)
-        for place, line, message in built
-    )
-    place, line, _ = built[0]
-    problem = ConfigError(f"{len(built)} problems:{listed}", file=file)
-    problem.path, problem.line = place, line
-    return problem
+        found += [problem for problem in _problems(cls, data, item) if problem not in found]
+    owner = spec_class(cls, (), data) or cls
+    located = [_locate(owner, path, message, file, lines or {}, given or {}) for path, message in found]
+    if len(located) == 1:
+        return located[0]
+    listed = "".join(f"\n  - {problem.args[0]}" for problem in located)
+    summary = ConfigError(f"{len(located)} problems:{listed}")
+    summary.path, summary.file, summary.line = located[0].path, located[0].file, located[0].line
+    return summary
 
 
-def _place(
-    cls: type[BaseModel], data: Any, path: Path, file: str | None, lines: Mapping[Path, int]
-) -> tuple[str, int | None]:
-    line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), None)
-    if file is not None:
-        return ".".join(map(str, path)), line
-    owner = cls if isinstance(data, BaseModel) else (spec_class(cls, (), data) or cls)
-    return ".".join([owner.__name__, *map(str, path)]), None
+def _locate(
+    owner: type[BaseModel],
+    path: Path,
+    message: str,
+    file: str | None,
+    lines: Mapping[Path, int],
+    given: Mapping[Path, str],
+) -> ConfigError:
+    """Return one problem with the place its value (or the nearest thing around it) came from."""
+    around = [path[:end] for end in range(len(path), -1, -1)]
+    origin = next((given[part] for part in around if part in given), None)
+    if origin is not None:
+        return ConfigError(message, path=dotted(path), file=origin)
+    if file is None:
+        return ConfigError(message, path=dotted((owner.__name__, *path)))
+    line = next((lines[part] for part in around if part in lines), None)
+    return ConfigError(message, path=dotted(path), file=file, line=line)
 
 
 def _problems(cls: type[BaseModel], data: Any, item: Any) -> Iterator[tuple[Path, str]]:
@@ -82,12 +89,11 @@ def _problems(cls: type[BaseModel], data: Any, item: Any) -> Iterator[tuple[Path
     value = item["input"]
     if kind == "problems":
         for field, message in context["problems"]:
-            yield (*path, *field.split(".")) if field else path, message
+            yield (*path, *split_path(field)), message
     elif kind == "missing":
         yield path, "is required"
     elif kind == "extra_forbidden":
-        owner = class_at(cls, data, path[:-1])
-        yield path, f"unknown key '{path[-1]}'{nearest(path[-1], field_names(owner) if owner else ())}"
+        yield path, f"unknown key '{path[-1]}'{suggest(cls, data, path)}"
     elif kind == "value_error":
         cause = context.get("error")
         message = cause.args[0] if isinstance(cause, NnxError) and cause.args else str(cause)
@@ -149,13 +155,45 @@ def spec_class(annotation: Any, metadata: Sequence[Any], value: Any) -> type[Bas
         return None
     if isinstance(value, BaseModel):
         return type(value)
-    if annotation.__dict__.get("family"):
+    if is_family(annotation):
         kind = value.get("kind") if isinstance(value, Mapping) else value
         try:
             return lookup(annotation.__dict__["family"], kind)
         except ConfigError:
             return annotation
     return annotation
+
+
+def _known_paths(cls: type[BaseModel], data: Any, around: Path = ()) -> Iterator[tuple[Path, type[BaseModel]]]:
+    """Yield the path and class of every specification below (and with) `cls`, outermost first."""
+    yield around, cls
+    for name, field in cls.model_fields.items():
+        value = data.get(name) if isinstance(data, Mapping) else getattr(data, name, None)
+        below = spec_class(field.annotation, field.metadata, value)
+        if below is not None and not field.exclude and len(around) < 8:
+            yield from _known_paths(below, value, (*around, name))
+
+
+def suggest(cls: type[BaseModel], data: Any, path: Path) -> str:
+    """Return what to write instead of an unknown key: a near name, a name it has elsewhere, or the legal ones."""
+    key = str(path[-1]).replace("-", "_")
+    owner = class_at(cls, data, path[:-1])
+    names = field_names(owner) if owner else []
+    here = getattr(owner, "also_called", {}).get(key)
+    if here or key in names or difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+        return f"; did you mean '{here}'?" if here else nearest(key, names)
+    root = spec_class(cls, (), data) or cls
+    for place, other in _known_paths(root, data):
+        name = getattr(other, "also_called", {}).get(key, key)
+        if name in field_names(other):
+            return f"; did you mean '{dotted((*place, name))}'?"
+    return nearest(key, names)
+
+
+def split_path(text: str) -> Path:
+    """Return the steps of a dotted path: `a.b[0].c` and `a.b.0.c` are ("a", "b", 0, "c")."""
+    steps = text.replace("[", ".").replace("]", "").split(".") if text else []
+    return tuple(int(step) if step.isdecimal() else step for step in steps)
 
 
 def element_type(annotation: Any) -> tuple[Any, tuple[Any, ...]] | None:

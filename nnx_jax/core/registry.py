@@ -54,6 +54,11 @@ def register(kind: str, *, replace: bool = False) -> Callable[[T], T]:
     return enter
 
 
+def is_family(cls: type) -> bool:
+    """Return whether a class only stands for its registered members: it names a family and is no kind of it."""
+    return bool(cls.__dict__.get("family")) and not cls.__dict__.get("kind")
+
+
 def kinds(family: str) -> list[str]:
     """Return the registered kinds of a family, sorted."""
     return sorted(kind for known, kind in _CLASSES if known == family)

@@ -29,7 +29,7 @@ from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.core.explain import explain
 from nnx_jax.core.hashing import content_hash
-from nnx_jax.core.registry import family_json_schema, kinds, lookup
+from nnx_jax.core.registry import family_json_schema, is_family, kinds, lookup
 
 
 class _Environment:
@@ -59,9 +59,6 @@ class FrozenDict(dict[Any, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (dict(self),))
-
 
 class Spec(BaseModel):
     """Base of all configuration. Keyword-only, frozen, strict; raises ConfigError (a ValueError) listing every problem.
@@ -82,6 +79,8 @@ class Spec(BaseModel):
     )
 
     family: ClassVar[str] = ""
+    also_called: ClassVar[Mapping[str, str]] = {}
+    """Names that other trainers give to fields of this class, for the hint at an unknown key."""
     if TYPE_CHECKING:
         kind: ClassVar[str]  # set by @register; no value here, so that a class may have a field of this name
 
@@ -109,7 +108,7 @@ class Spec(BaseModel):
     @classmethod
     def _is_family(cls) -> bool:
         """Return whether the class only stands for its registered members."""
-        return bool(cls.__dict__.get("family"))
+        return is_family(cls)
 
     @classmethod
     def _own_kind(cls) -> str:
@@ -178,7 +177,10 @@ class Spec(BaseModel):
             return False
         if value is default or field.exclude:
             return value is default or (isinstance(value, (tuple, dict)) and not value and not default)
-        left, right = _jsonable(value), _jsonable(default)
+        try:
+            left, right = _jsonable(value), _jsonable(default)
+        except TypeError:
+            return False
         return type(left) is type(right) and left == right
 
     def changed(self) -> dict[str, Any]:
@@ -209,7 +211,12 @@ class Spec(BaseModel):
 
     @classmethod
     def from_state(
-        cls, state: Any, *, source: str | None = None, lines: Mapping[tuple[Any, ...], int] | None = None
+        cls,
+        state: Any,
+        *,
+        source: str | None = None,
+        lines: Mapping[tuple[Any, ...], int] | None = None,
+        given: Mapping[tuple[Any, ...], str] | None = None,
     ) -> Self:
         """Return the object a `state()` describes; on a family, `kind` picks the class.
 
@@ -217,6 +224,7 @@ class Spec(BaseModel):
             state: a mapping of plain values.
             source: file to name in errors.
             lines: line of each path in that file (`codec.parse_yaml_with_lines`).
+            given: paths whose values came from elsewhere, with where (`--set train.seed=1`).
 
         Raises:
             ConfigError: listing every problem with its file, line and path.
@@ -224,7 +232,7 @@ class Spec(BaseModel):
         try:
             return cls.__pydantic_validator__.validate_python(state)  # type: ignore[return-value]
         except ValidationError as error:
-            raise explain(cls, state, error, file=source, lines=lines) from None
+            raise explain(cls, state, error, file=source, lines=lines, given=given) from None
 
     def to_yaml(self) -> str:
         """Return `state()` and the environment fields as YAML; `from_yaml` gives an equal object."""

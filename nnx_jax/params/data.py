@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from nnx_jax.core.registry import OneOf
 from nnx_jax.core.spec import Spec
@@ -15,11 +16,13 @@ Dataset = Annotated[Any, OneOf("dataset")]
 class NNDataParams(Spec):
     """Datasets and batches."""
 
+    also_called: ClassVar[Mapping[str, str]] = {"batch": "batch_size", "valid": "val", "validation": "val"}
+
     train: Dataset
     """Rows to train on."""
-    val: Dataset = None
+    val: Dataset | None = None
     """Rows for the evaluation during training."""
-    test: Dataset = None
+    test: Dataset | None = None
     """Rows for the one evaluation at the end."""
     batch_size: Size = 32
     """Rows per microbatch."""

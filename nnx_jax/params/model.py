@@ -33,6 +33,6 @@ def metric_name_problems(names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield a problem for every name that is reserved or given twice."""
     for index, name in enumerate(names):
         if name in RESERVED:
-            yield f"metrics.{index}", f"'{name}' is recorded by the trainer itself; give the metric another `name`"
+            yield f"metrics[{index}]", f"'{name}' is recorded by the trainer itself; give the metric another `name`"
         elif name in names[:index]:
-            yield f"metrics.{index}", f"the name '{name}' is given twice; drop one, or give it another `name`"
+            yield f"metrics[{index}]", f"the name '{name}' is given twice; drop one, or give it another `name`"

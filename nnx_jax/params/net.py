@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
@@ -17,6 +17,7 @@ class NNParams(Spec):
     """Family `net`: what a network looks like. `NNParams(kind="feed_forward", ...)` builds the member of that kind."""
 
     family: ClassVar[str] = "net"
+    also_called: ClassVar[Mapping[str, str]] = {"dropout": "dropout_prob", "hidden": "hidden_dims"}
 
     @classmethod
     def builder(cls) -> NetBuilder:

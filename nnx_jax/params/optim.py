@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, PlainValidator, field_validator
 
@@ -86,6 +86,18 @@ class NNOptimParams(Spec):
     where they mean nothing. Decay is coupled (L2) for sgd and adam, decoupled for adamw and lion.
     """
 
+    also_called: ClassVar[Mapping[str, str]] = {
+        "lr": "max_lr",
+        "learning_rate": "max_lr",
+        "clip": "grad_clip_norm",
+        "clip_norm": "grad_clip_norm",
+        "gradient_clip_val": "grad_clip_norm",
+        "max_grad_norm": "grad_clip_norm",
+        "accumulate": "accumulate_grad_batches",
+        "gradient_accumulation_steps": "accumulate_grad_batches",
+        "name": "kind",
+    }
+
     kind: str = "adam"  # type: ignore[assignment]  # a field here: all kinds share one class
     """sgd, adam, adamw, lion, or a further optimizer of optax by name."""
     max_lr: NonNegative = 1e-2
@@ -144,7 +156,7 @@ class NNOptimParams(Spec):
             yield "nesterov", "needs a momentum above 0"
         for index, group in enumerate(self.param_groups):
             if group.max_lr is not None and self.max_lr == 0:
-                yield f"param_groups.{index}.max_lr", "a group cannot have a rate of its own when the optimizer's is 0"
+                yield f"param_groups[{index}].max_lr", "a group cannot have a rate of its own when the optimizer's is 0"
 
     def group_of(self, path: str) -> int | None:
         """Return the index of the first group that matches a parameter path, None for the default group."""

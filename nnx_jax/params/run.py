@@ -8,9 +8,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from nnx_jax.core.errors import nearest
+from nnx_jax.core.explain import split_path
 from nnx_jax.core.hashing import content_hash
 from nnx_jax.core.registry import OneOf
 from nnx_jax.core.spec import ENVIRONMENT, Spec
+from nnx_jax.params.callbacks import CallbackParams, EarlyStoppingParams
 from nnx_jax.params.data import NNDataParams
 from nnx_jax.params.fields import Name, Precision, Text
 from nnx_jax.params.model import NNModelParams, metric_name_problems
@@ -34,7 +36,7 @@ class RunSpec(Spec):
     """How it is trained."""
     hooks: tuple[Annotated[Any, OneOf("hook")], ...] = ()
     """What takes part in the compiled step."""
-    callbacks: Annotated[tuple[Annotated[Any, OneOf("callback")], ...], ENVIRONMENT] = ()
+    callbacks: Annotated[tuple[CallbackParams, ...], ENVIRONMENT] = ()
     """What watches the run on the host."""
     checkpoint: Annotated[CheckpointParams, ENVIRONMENT] = CheckpointParams()
     """When the run is committed."""
@@ -108,7 +110,10 @@ class RunSpec(Spec):
         yield from self._data_problems()
         yield from self._metric_problems()
         if self.train.monitor is not None:
-            yield from self._monitor_problems(self.train.monitor)
+            yield from self._monitor_problems(self.train.monitor, "train.monitor")
+        for index, callback in enumerate(self.callbacks):
+            if isinstance(callback, EarlyStoppingParams) and callback.monitor is not None:
+                yield from self._monitor_problems(callback.monitor, f"callbacks[{index}].monitor")
         yield from self._schedule_problems()
 
     def _precision_problems(self) -> Iterator[tuple[str, str]]:
@@ -125,23 +130,23 @@ class RunSpec(Spec):
     def _metric_problems(self) -> Iterator[tuple[str, str]]:
         declared = [metric.key for metric in self.model.metrics]
         for path, message in metric_name_problems([*declared, *(self.train.extra_metrics or {})]):
-            if int(path.split(".")[1]) >= len(declared):
+            if split_path(path)[1] >= len(declared):
                 yield "train.extra_metrics", message
 
-    def _monitor_problems(self, monitor: MonitorSpec) -> Iterator[tuple[str, str]]:
+    def _monitor_problems(self, monitor: MonitorSpec, at: str) -> Iterator[tuple[str, str]]:
         declared = {metric.key: metric for metric in self.model.metrics}
         legal = ["loss", *declared, *(self.train.extra_metrics or {})]
         if monitor.metric not in legal:
             yield (
-                "train.monitor.metric",
+                f"{at}.metric",
                 f"got '{monitor.metric}', which this run does not record{nearest(monitor.metric, legal)} "
                 "(declare it under model.metrics)",
             )
         elif monitor.mode is None and monitor.metric != "loss" and _direction(declared.get(monitor.metric)) is None:
-            yield "train.monitor.mode", f"the better direction of '{monitor.metric}' is not known; write min or max"
+            yield f"{at}.mode", f"the better direction of '{monitor.metric}' is not known; write min or max"
         has_val = self.train.val_loader is not None or (self.data is not None and self.data.val is not None)
         if monitor.split == "val" and not has_val and (self.data is not None or self.train.train_loader is not None):
-            yield "train.monitor.split", "got 'val', but there is no validation data; give data.val, or split: train"
+            yield f"{at}.split", "got 'val', but there is no validation data; give data.val, or split: train"
 
     def _schedule_problems(self) -> Iterator[tuple[str, str]]:
         scheduler = self.train.scheduler

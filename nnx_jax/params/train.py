@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,17 @@ class CheckpointParams(Spec):
 
 class NNTrainParams(Spec):
     """The training of one model. Give exactly one of `n_epochs` and `max_steps`."""
+
+    also_called: ClassVar[Mapping[str, str]] = {
+        "epochs": "n_epochs",
+        "num_epochs": "n_epochs",
+        "max_epochs": "n_epochs",
+        "steps": "max_steps",
+        "num_steps": "max_steps",
+        "optimizer": "optim",
+        "schedule": "scheduler",
+        "lr_scheduler": "scheduler",
+    }
 
     n_epochs: Count | None = None
     """Length in epochs."""
@@ -104,7 +115,7 @@ class NNTrainParams(Spec):
         """One length; resume settings that belong together."""
         yield from super().problems()
         if (self.n_epochs is None) == (self.max_steps is None):
-            given = "neither is given" if self.n_epochs is None else "both are given"
+            given = "neither is given" if self.n_epochs is None else "both are given (none takes one back)"
             yield "n_epochs", f"{given}; give exactly one of n_epochs and max_steps"
         if self.resume_from_run_id is None:
             for name in ("resume_from_checkpoint", "resume_epochs"):

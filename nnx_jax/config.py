@@ -1,0 +1,51 @@
+"""From a file and `--set` words to one validated RunSpec: command line over file over default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import nnx_jax.data  # noqa: F401  # registers the built-in datasets
+from nnx_jax.core.codec import load_yaml_with_lines
+from nnx_jax.core.errors import ConfigError
+from nnx_jax.core.registry import allow_imports
+from nnx_jax.params.overrides import apply_overrides
+from nnx_jax.params.run import RunSpec
+
+
+def load_config(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str] = (), *, allow_code: bool = True
+) -> RunSpec:
+    """Return the run that a YAML file and overrides describe.
+
+    Args:
+        path: the file (a link is followed); None: the defaults, which overrides must complete.
+        overrides: words such as `train.optim.max_lr=1e-3`, see `params/overrides.py`.
+        allow_code: whether modules listed under `imports:` may be imported. Pass False for a file of unknown origin,
+            such as the `run.yaml` of a stored run.
+
+    Raises:
+        ConfigError: with file, line and path of every problem, before anything else is touched.
+    """
+    source = None if path is None else os.fspath(path)
+    data, lines = ({}, {}) if path is None else _read(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"holds a {type(data).__name__}; expected a mapping with model, data, train", file=source)
+    first = [word for word in overrides if word.partition("=")[0].strip() == "imports"]
+    modules = apply_overrides(RunSpec, data, first)[0].get("imports") or []
+    if modules and not allow_code:
+        raise ConfigError(f"wants to import {modules}, which is not allowed here", path="imports", file=source)
+    if isinstance(modules, list):
+        allow_imports(modules)
+    merged, origins = apply_overrides(RunSpec, data, overrides)
+    return RunSpec.from_state(merged, source=source or "<defaults>", lines=lines, given=origins)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
+    try:
+        data, lines = load_yaml_with_lines(path, follow=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot be read ({reason}); give the path of a YAML file", file=os.fspath(path)) from error
+    return {} if data is None else data, lines

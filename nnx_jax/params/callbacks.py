@@ -1,0 +1,45 @@
+"""Which built-in callbacks watch a run; the classes that do the watching live in `loop`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from nnx_jax.core.operator import Operator
+from nnx_jax.core.registry import register
+from nnx_jax.params.fields import Name, Tag, Whole
+from nnx_jax.params.train import MonitorSpec
+
+
+class CallbackParams(Operator):
+    """Family `callback`. One of your own: register a subclass whose `__call__()` returns the callback."""
+
+    family: ClassVar[str] = "callback"
+
+
+@register("early_stopping")
+class EarlyStoppingParams(CallbackParams):
+    """Stop when the monitored value has not improved for a while."""
+
+    monitor: MonitorSpec | None = None
+    """What to follow; none: the monitor of the run."""
+    patience: Whole = 10
+    """Evaluations without improvement before the run stops; 0 and 1 behave alike."""
+    name: Name | None = None
+    """Name of its stored state, when several are used."""
+
+
+@register("model_checkpoint")
+class ModelCheckpointParams(CallbackParams):
+    """Keep the checkpoints of some epochs as `<tag>_e<epoch>`."""
+
+    epochs: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = None
+    """0-based epochs to keep; none: every epoch."""
+    tag: Tag = "custom"
+    """First part of the name."""
+
+
+@register("lr_monitor")
+class LRMonitorParams(CallbackParams):
+    """Record the rate of every epoch's last update."""
