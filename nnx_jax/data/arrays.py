@@ -81,8 +81,9 @@ class NpzDataset(InMemoryDataset):
 
 def _read_npz(path: str, wanted: Mapping[str, str]) -> Columns:
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
+        with open(path, "rb") as file:  # numpy does not close a file it cannot read
+            stored = np.load(file, allow_pickle=False)
+            if isinstance(stored, np.ndarray):
                 raise DataError(f"{path} holds one bare array; write named ones with numpy.savez(path, x=..., y=...)")
             require_columns(tuple(wanted.values()), tuple(stored.files), path)
             return {name: stored[key] for name, key in wanted.items()}

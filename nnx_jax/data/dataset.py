@@ -71,7 +71,7 @@ class TrainingDataset(Operator):
     def names(self) -> tuple[str, ...]:
         """The column names, `x` and `y` first."""
         known = self.columns
-        return tuple(sorted(known, key=lambda name: (("x", "y").index(name) if name in ("x", "y") else 2)))
+        return tuple(sorted(known, key=lambda name: ("x", "y").index(name) if name in ("x", "y") else 2))
 
     @property
     def columns(self) -> dict[str, ColumnInfo]:

@@ -36,6 +36,8 @@ def settle(name: str, value: object, where: str) -> np.ndarray:
     except ValueError as error:  # numpy refuses ragged nested lists
         raise DataError(f"{where}: column {name!r} cannot be an array: {error}") from error
     kind = array.dtype.kind
+    if array.dtype in (np.float32, np.int32):
+        return array
     if kind not in "biuf" and array.dtype.name != "bfloat16":
         example = f", first value {array.reshape(-1)[0]!r}" if array.size else ""
         raise DataError(

@@ -82,8 +82,9 @@ class Feed:
         workers: int = 0,
     ) -> None:
         check(dataset, batch_size=batch_size, tail=tail)
-        if prefetch < 0 or workers < 0:
-            raise DataError(f"prefetch and workers must be 0 or more, found {prefetch} and {workers}")
+        for name, number in {"seed": seed, "prefetch": prefetch, "workers": workers}.items():
+            if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+                raise DataError(f"{name} must be a whole number of 0 or more, found {number!r}")
         self.dataset, self.batch_size, self.tail = dataset, int(batch_size), tail
         self.shuffle, self.seed, self.prefetch, self.workers = shuffle, int(seed), prefetch, workers
 
@@ -198,6 +199,8 @@ class FeedIterator:
     def __next__(self) -> Batch:
         batch = next(self._grain)
         self._delivered += 1
+        if self._feed.workers:  # grain lends shared memory, which goes away with its array
+            return {name: np.array(value, subok=False) for name, value in batch.items()}
         return batch
 
     def state(self) -> Position:
