@@ -88,8 +88,7 @@ class StepBody:
         fault = jnp.where((window.fault[0] < 0) & bad, here, window.fault)
         added = Sums(grads, window.num + seen.num, window.den + seen.den, window.metrics + seen.metrics, fault)
         live = status[1] == 0
-        ticks = jnp.zeros_like(train.counters).at[jnp.array([state.BATCH, state.MICRO])].set(1)
-        counters = train.counters + jnp.where(live, ticks, 0)
+        counters = state.tick(train.counters, batch=live, micro=live)
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
         if self.layout.every == "batch":
             flags = jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
@@ -110,10 +109,8 @@ class StepBody:
         train, rows, status = carry
         seen, model_state, invalid = barrier(self.measure(train, batch))
         live = status[1] == 0
-        ticks = jnp.zeros_like(train.counters).at[state.BATCH].set(1)
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
-        counters = train.counters + jnp.where(live, ticks, 0)
-        moved = _replace(train, counters=counters)
+        moved = _replace(train, counters=state.tick(train.counters, batch=live))
         return self._close(moved, rows, status[0], halt, live, seen, seen.flat, model_state, train.model_state, invalid)
 
     def commit(self, carry: State) -> State:
@@ -129,8 +126,7 @@ class StepBody:
             accum["invalid"],
         )  # fmt: skip
         clean = open_window(self.plan, self.layout, train.params, train.model_state)
-        counters = train.counters.at[state.MICRO].set(0)
-        return barrier((_replace(train, accum=clean, counters=counters), rows, status))
+        return barrier((_replace(train, accum=clean), rows, status))
 
     def _close(
         self,
@@ -157,17 +153,24 @@ class StepBody:
         keep = (halt == 0) & ~bad & ~empty
 
         scale = clip_scale(norm, self.clip_norm)
+        keep, scale = barrier((keep, scale))
         clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
         params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
         rate = jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)
 
         open_ = halt == 0
-        consecutive = jnp.where(bad, train.counters[state.CONSECUTIVE] + 1, train.counters[state.CONSECUTIVE])
-        consecutive = jnp.where(keep, 0, jnp.where(open_, consecutive, train.counters[state.CONSECUTIVE]))
-        tick = jnp.stack([keep, keep, open_ & ~keep, open_ & bad]).astype(jnp.int32)
-        order = jnp.array([state.STEP, state.EPOCH_STEP, state.SKIPPED, state.NONFINITE])
-        counters = train.counters.at[order].add(tick).at[state.CONSECUTIVE].set(consecutive)
+        before = train.counters[state.CONSECUTIVE]
+        consecutive = jnp.where(keep, 0, before + (open_ & bad))
+        counters = state.tick(
+            train.counters,
+            micro=-train.counters[state.MICRO],
+            step=keep,
+            epoch_step=keep,
+            skipped=open_ & ~keep,
+            nonfinite=open_ & bad,
+            consecutive=consecutive - before,
+        )
         halt = jnp.where(open_ & bad & (consecutive > self.max_consecutive), self.halt_code, halt)
 
         flags = records.CLOSED + jnp.where(keep, records.COMMITTED, 0) + jnp.where(empty, records.EMPTY, 0)

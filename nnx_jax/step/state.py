@@ -49,6 +49,11 @@ def strong(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)), tree)
 
 
+def tick(counters: jax.Array, **by: Any) -> jax.Array:
+    """Counters moved by the named amounts (numbers or bools)."""
+    return counters + jnp.stack([jnp.asarray(by.get(name, 0), jnp.int32) for name in COUNTERS])
+
+
 def leaf_paths(tree: Any) -> list[str]:
     """Names of the leaves in flattening order, e.g. `params/layers.0.kernel`, `opt_state/inner/0/mu/b`."""
     paths = [

@@ -82,7 +82,7 @@ class Plan:
         """The window's gradient from its sums: every term divided by its own denominator, then added."""
         if self.fused:
             return grads[0]
-        factors = self.factors(den)
+        factors = barrier(self.factors(den))
         total: Any = None
         for group, tree in zip(self.groups, grads, strict=True):
             if self.additive[group[0]]:
