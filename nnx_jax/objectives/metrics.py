@@ -100,10 +100,8 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
     """
     built = build_loss(loss)
     kind = spec if isinstance(spec, str) else getattr(spec, "kind", type(spec).__name__)
-    if callable(getattr(spec, "update", None)) and callable(getattr(spec, "compute", None)):
-        return Metric(
-            getattr(spec, "key", kind), int(spec.size), getattr(spec, "mode", None), spec.update, spec.compute
-        )
+    if callable(getattr(spec, "update", None)):
+        return _users(spec, kind)
     task = built.task if built.task != "own" else _guess_task(kind, n_outputs)
     if kind not in _KINDS[task]:
         known = kind in METRIC_MODES
@@ -111,6 +109,10 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
         raise ConfigError(reason + nearest(kind, _KINDS[task]))
     metric = _built_in(kind, spec, task, n_outputs, _reader(task, built.ignore_index))
     return replace(metric, name=getattr(spec, "key", metric.name))
+
+
+def _users(spec: Any, kind: str) -> Metric:
+    return Metric(getattr(spec, "key", kind), int(spec.size), getattr(spec, "mode", None), spec.update, spec.compute)
 
 
 def _built_in(kind: str, spec: Any, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
