@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nnx_jax.core.spec import Spec
-from nnx_jax.params.fields import Precision
+from nnx_jax.params.fields import Precision, Text
 from nnx_jax.params.losses import CrossEntropyParams, LossParams
 from nnx_jax.params.metrics import RESERVED, MetricParams
 from nnx_jax.params.net import NNParams
@@ -22,6 +22,9 @@ class NNModelParams(Spec):
     """The metrics: kinds, or mappings with their options."""
     precision: Precision = "float32"
     """Number format of the forward and backward pass; weights and sums stay float32."""
+
+    freeze: tuple[Text, ...] = ()
+    """Glob patterns of parameters that are not trained, such as `layers.0.*`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Metric names are unique and free."""

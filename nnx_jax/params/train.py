@@ -94,8 +94,8 @@ class NNTrainParams(Spec):
     """Run to start from; it is only read."""
     resume_from_checkpoint: Tag = "LAST"
     """Which of its checkpoints."""
-    resume_epochs: Literal["additional", "total"] = "additional"
-    """Whether the length counts from the checkpoint, or from the beginning of the run it came from."""
+    resume_epochs: Literal["additional", "planned"] = "additional"
+    """Whether the length counts from the checkpoint, or is that of the whole line of runs."""
     parent_run_id: RunId | None = None
     """Run this one descends from, when it does not resume it."""
     resume_mode: Annotated[Literal["auto", "stateful", "weights_only"], ENVIRONMENT] = "auto"

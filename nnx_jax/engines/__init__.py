@@ -1,0 +1,1 @@
+"""Engines: adapters of one framework each to the one loop."""

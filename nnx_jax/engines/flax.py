@@ -1,0 +1,321 @@
+"""The Flax NNX engine: model, loss, optimizer and data of one run as compiled programs under the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_jax.core.errors import DataError, ModelError, NnxError, ResumePointError
+from nnx_jax.data.pipeline import Feed
+from nnx_jax.engines.batches import TrainBatches
+from nnx_jax.engines.nnx_forward import PureModule
+from nnx_jax.engines.scoring import Scorer, loss_value, width
+from nnx_jax.loop.engine import Evaluation, Poll, Record, Snapshot, Span
+from nnx_jax.objectives.checks import check_targets
+from nnx_jax.objectives.losses import Loss
+from nnx_jax.objectives.metrics import build_metric
+from nnx_jax.optim.build import describe, set_rate
+from nnx_jax.optim.specs import build_optimizer
+from nnx_jax.params.run import RunSpec
+from nnx_jax.step import build_step
+from nnx_jax.step.dispatch import choose_dispatch
+from nnx_jax.step.programs import Carry, StepPrograms
+from nnx_jax.step.records import Records
+from nnx_jax.step.state import COUNTERS
+
+_MAX_ROWS = 8192
+"""Record rows the device keeps: an epoch of fewer updates is read once."""
+
+WEIGHTS = ("params/", "frozen/", "model_state/")
+"""Prefixes of the leaves that are the model; the rest belongs to training."""
+
+
+class FlaxEngine:
+    """One Flax NNX module under the loop.
+
+    Args:
+        spec: the run's configuration.
+        module: the network; its weights are the start, and `trained` writes them back.
+        loss: the built loss.
+        feeds: "train", and "val" and "test" where the run has them.
+        schedule: on the update clock, rate from the optimizer's own count; None on the epoch clock.
+        schedule_state: plain description of the schedule, compared on resume.
+        net_state: plain configuration of a built-in network with all its sizes; None for a module of the user's.
+        freeze: glob patterns of parameters that are not trained.
+
+    Raises:
+        ModelError: the network does not take the data, or has nothing to train.
+        DataError: targets that the loss cannot use.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        module: nnx.Module,
+        loss: Loss,
+        feeds: Mapping[str, Any],
+        *,
+        schedule: Callable[[Any], Any] | None = None,
+        schedule_state: Mapping[str, Any] | None = None,
+        net_state: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
+    ) -> None:
+        train = spec.train
+        self.spec, self.module, self.loss, self.feeds = spec, module, loss, dict(feeds)
+        self.schedule_state, self.net_state = dict(schedule_state or {}), net_state
+        self.feed = feeds["train"]
+        self.accumulate = train.optim.accumulate_grad_batches
+        self.n_batches = self._epoch_batches()
+        self.pure = PureModule(module, freeze=freeze, compute_dtype=jnp.dtype(spec.precision), mask_rows=True)
+        self._check_tail()
+        outputs = self._outputs(self.feed)
+        self._check_targets(outputs)
+        self.metrics = [build_metric(metric, width(outputs), loss=loss) for metric in spec.model.metrics]
+        self.metric_names = tuple(metric.name for metric in self.metrics)
+        self.optimizer = build_optimizer(train.optim, schedule, self.pure.params)
+        self.programs = self._programs()
+        self.scorer = Scorer(self.pure, loss, self.metrics)
+        self._batches: TrainBatches | None = None
+        self._early: list[Records] = []
+        self._counters: Any = None
+
+    # -- the Engine protocol -----------------------------------------------------------------------------------
+
+    def start(self) -> Carry:
+        """The first state, from the module's weights and the run's seed."""
+        carry = self.programs.init(
+            self.pure.params, self.pure.model_state, frozen=self.pure.frozen, seed=self.spec.train.seed
+        )
+        self._counters = np.asarray(self.programs.state(carry).counters)
+        return carry
+
+    def run_span(self, state: Carry, span: Span, poll: Poll) -> tuple[Carry, int]:
+        """Run the span in calls of a bounded size; `poll` is asked between them."""
+        if span.first_batch == 0:
+            self.programs.start_epoch(state)
+        done = 0
+        while done < span.n_batches:
+            if self.programs.room(state) < self._rows(1):
+                self._early.append(self.programs.read_records(state, check=False))
+            count = self._call_size(state, span.n_batches - done)
+            self.batches.run(state, span.epoch, span.first_batch + done, count, closes=done + count == span.n_batches)
+            done += count
+            if poll(done):
+                break
+        return state, done
+
+    def read_records(self, state: Carry) -> tuple[list[Record], Exception | None]:
+        """Records since the last call; with the error, and the state before it, when training halted."""
+        found, self._early = [*self._early, self.programs.read_records(state, check=False)], []
+        records: list[Record] = []
+        for rows in found:
+            records += self._records(rows)
+            try:
+                self.programs.raise_if_halted(rows)
+            except NnxError as failure:
+                self._rewind(state)
+                return records, failure
+        return records, None
+
+    def _rewind(self, state: Carry) -> None:
+        """Put the counters back to the last window before the halt, so that a resume replays the one that failed."""
+        train = self.programs.state(state)
+        self.programs.put(state, dataclasses.replace(train, counters=jnp.asarray(self._counters)))
+
+    def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Loss and metric values of added-up sums, in float64."""
+        layout = self.programs.layout
+        values = {"loss": loss_value(sums["loss"], layout.weights, layout.additive)}
+        for metric in self.metrics:
+            values[metric.name] = float(metric.compute(np.asarray(sums[metric.name], np.float64)))
+        return values
+
+    def evaluate(self, state: Carry, split: str) -> Evaluation | None:
+        """Score a split with the state's weights: every row once, padding with weight 0, one read at the end."""
+        feed = self.feeds.get(split)
+        if feed is None:
+            return None
+        train = self.programs.state(state)
+        return self.scorer.score({**train.frozen, **train.params}, train.model_state, feed)
+
+    def set_rate(self, state: Carry, rate: float) -> Carry:
+        """Set the epoch clock's learning rate: one small write to the device."""
+        train = self.programs.state(state)
+        self.programs.put(state, dataclasses.replace(train, opt_state=set_rate(train.opt_state, rate)))
+        return state
+
+    def snapshot(self, state: Carry, epoch: int, batch: int) -> Snapshot:
+        """The state's arrays by name, the data's position, and what both must fit on resume."""
+        return Snapshot(self.programs.named(state), self.batches.position(epoch, batch), self.topology())
+
+    def topology(self) -> dict[str, Any]:
+        """Plain description of what a stored state fits: engine, optimizer, schedule, window, data."""
+        like = jax.eval_shape(self.optimizer.init, self.pure.params)
+        return {
+            "engine": "flax",
+            "net": self.net_state,
+            "optimizer": {"kind": self.spec.train.optim.kind, "state": describe(like)},
+            "schedule": self.schedule_state,
+            "accumulate": self.accumulate,
+            "precision": self.spec.precision,
+            "data": self.feed.descriptor(),
+        }
+
+    def abstract(self, state: Carry) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every array a snapshot holds."""
+        return self.programs.abstract()
+
+    def restore(self, state: Carry, arrays: Mapping[str, Any], *, weights_only: bool = False) -> Carry:
+        """The stored state, exactly; or a fresh one with the stored weights.
+
+        Raises:
+            ResumePointError: a name, shape or dtype differs; nothing is changed.
+        """
+        if weights_only:
+            kept = {name: value for name, value in arrays.items() if name.startswith(WEIGHTS)}
+            arrays = {**{n: v for n, v in self.programs.named(state).items() if not n.startswith(WEIGHTS)}, **kept}
+        try:
+            carry = self.programs.load_named(arrays)
+            self._counters = np.asarray(self.programs.state(carry).counters)
+            return carry
+        except NnxError as error:
+            raise ResumePointError(f"the checkpoint does not fit this run: {error}") from error
+
+    def trained(self, state: Carry) -> nnx.Module:
+        """Write copies of the state's weights into the module and return it."""
+        train = self.programs.state(state)
+        self.pure.write(self.module, {**train.frozen, **train.params}, train.model_state)
+        return self.module
+
+    def absorb(self, state: Carry) -> Carry:
+        """The state with the module's weights, where someone changed them since `trained`."""
+        now = PureModule(self.module)
+        held = {**now.params, **now.frozen}
+        train = self.programs.state(state)
+        self.programs.put(
+            state,
+            dataclasses.replace(
+                train,
+                params={name: held[name] for name in train.params},
+                frozen={name: held[name] for name in train.frozen},
+                model_state={name: now.model_state[name] for name in train.model_state},
+            ),
+        )
+        return state
+
+    # -- building ----------------------------------------------------------------------------------------------
+
+    def _epoch_batches(self) -> int:
+        asked, pass_ = self.spec.train.steps_per_epoch, self.feed.n_batches
+        if asked is None and pass_ is None:
+            raise DataError("the loader has no length; give it __len__, or set train.steps_per_epoch")
+        wanted = pass_ if asked is None else asked * self.accumulate
+        if pass_ is not None and wanted > pass_:
+            raise DataError(f"train.steps_per_epoch needs {wanted} batches, one pass has {pass_}; lower it")
+        return wanted
+
+    def _check_tail(self) -> None:
+        rows, size = self.feed.rows, getattr(self.feed, "batch_size", None)
+        if not (self.pure.batch_norms and rows and size) or self.feed.descriptor().get("tail") == "drop":
+            return
+        if rows % size == 1 or size == 1:
+            raise DataError(
+                f"BatchNorm ({self.pure.batch_norms[0]}) needs two rows or more, but {rows} rows in batches of {size} "
+                "leave a batch of one; use data.tail: drop or another batch_size"
+            )
+
+    def _outputs(self, feed: Any) -> Any:
+        """Shapes of the outputs for this feed's batches, found without computing."""
+        batch = _specs(feed.signature())
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params = {**self.pure.params, **self.pure.frozen}
+        forward = lambda p, s, b, k: self.pure.forward(p, s, b, k, True)[0]  # noqa: E731
+        try:
+            return jax.eval_shape(forward, params, self.pure.model_state, batch, key)
+        except NnxError:
+            raise
+        except (TypeError, ValueError, AssertionError) as error:
+            shape = f"{batch['x'].dtype}{list(batch['x'].shape)}"
+            raise ModelError(
+                f"{type(self.module).__name__} does not take a batch x of {shape}: {error}; fix the net's input size "
+                "or the data's shape"
+            ) from error
+
+    def _check_targets(self, outputs: Any) -> None:
+        for feed in self.feeds.values():
+            if isinstance(feed, Feed) and "y" in feed.dataset.columns:
+                check_targets(self.loss, feed.dataset, width(outputs))
+
+    def _programs(self) -> StepPrograms:
+        train = self.spec.train
+        rows = self.n_batches if train.record_every == "batch" else -(-self.n_batches // self.accumulate)
+        return build_step(
+            self.pure.forward,
+            self.loss,
+            self.optimizer,
+            params=self.pure.params,
+            model_state=self.pure.model_state,
+            frozen=self.pure.frozen,
+            signature={name: (column.shape, column.dtype) for name, column in self.feed.signature().items()},
+            metrics=self.metrics,
+            invalid=self.loss.invalid_labels,
+            accumulate=self.accumulate,
+            clip_norm=train.optim.grad_clip_norm,
+            nonfinite=train.nonfinite,
+            max_consecutive=train.max_consecutive_skips,
+            record_every=train.record_every,
+            capacity=min(rows, _MAX_ROWS),
+        )
+
+    @property
+    def batches(self) -> TrainBatches:
+        """How batches reach the device; decided once, before the first update."""
+        if self._batches is None:
+            dispatch = choose_dispatch(self.programs, self.feed, self.spec.train.dispatch)
+            self._batches = TrainBatches(self.programs, self.feed, dispatch)
+        return self._batches
+
+    # -- records -----------------------------------------------------------------------------------------------
+
+    def _rows(self, windows: int) -> int:
+        return windows * self.accumulate if self.spec.train.record_every == "batch" else windows
+
+    def _call_size(self, state: Carry, left: int) -> int:
+        """Microbatches of the next call: a bounded number of whole windows that fits the record ring."""
+        windows = min(self.batches.windows, max(self.programs.room(state) // self._rows(1), 1))
+        return min(left, windows * self.accumulate)
+
+    def _records(self, rows: Records) -> list[Record]:
+        halted = np.flatnonzero(rows.ints["halt"])
+        good = int(halted[0]) if len(halted) else len(rows)
+        if good:
+            self._counters = np.array([rows.ints[name][good - 1] for name in COUNTERS], np.int32)
+        sums = _columns(rows, [m.name for m in self.metrics])
+        listed = {name: column.tolist() for name, column in sums.items()}
+        batch, step, loss = rows.batch.tolist(), rows.step.tolist(), rows.loss.tolist()
+        closed, committed = rows.closed.tolist(), rows.committed.tolist()
+        rate, norm = rows.rate.astype(float).tolist(), rows.grad_norm.astype(float).tolist()
+        return [
+            Record(
+                batch[i], step[i], loss[i], rate[i] if committed[i] else None, norm[i] if closed[i] else None,
+                closed[i], committed[i], {name: column[i] for name, column in listed.items()},
+            )
+            for i in range(good)
+        ]  # fmt: skip
+
+
+def _specs(signature: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(column.shape, column.dtype) for name, column in signature.items()}
+
+
+def _columns(rows: Records, metrics: Sequence[str]) -> dict[str, np.ndarray]:
+    """Sums by name, float64 [n, size]: "loss" holds every term's numerator, then every denominator."""
+    terms = [*rows.num.values(), *rows.den.values()]
+    columns = {"loss": np.stack(terms, axis=1).astype(np.float64)}
+    return columns | {name: rows.metrics[name].astype(np.float64) for name in metrics}

@@ -1,0 +1,213 @@
+"""A Flax NNX module as a pure function of named leaves: split once, merged inside the program."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnx_jax.core.errors import ModelError, nearest
+
+Arrays = dict[str, jax.Array]
+
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)
+_ROW_MASK: ContextVar[jax.Array | None] = ContextVar("row_mask", default=None)
+
+
+class PureModule:
+    """The parts of a module that a step needs: names, leaves, and `forward`.
+
+    Args:
+        module: any Flax NNX module called as `module(x)`; it is read, never changed.
+        freeze: glob patterns of parameter names that are not trained.
+        compute_dtype: dtype of matmuls; parameters of norm layers stay float32.
+        mask_rows: batches may hold padded rows, so BatchNorm statistics must leave them out.
+
+    Attributes:
+        params, frozen, model_state: name -> array; names are the module paths joined by dots.
+
+    Raises:
+        ModelError: no parameter is left to train, or a pattern matches nothing.
+    """
+
+    def __init__(
+        self,
+        module: nnx.Module,
+        *,
+        freeze: Sequence[str] = (),
+        compute_dtype: Any = jnp.float32,
+        mask_rows: bool = False,
+    ) -> None:
+        self.compute_dtype, self.mask_rows = jnp.dtype(compute_dtype), mask_rows
+        self._train_def, params, rng, rest = _split(_view(module, train=True))
+        self._eval_def = _split(_view(module, train=False))[0]
+        self._param_tree, named = _named(params)
+        self._rng_tree, self._rng = _named(rng)
+        self._rest_tree, self.model_state = _named(rest)
+        self._param_names = tuple(named)
+        frozen = matching(freeze, named)
+        self.params = {name: value for name, value in named.items() if name not in frozen}
+        self.frozen = {name: value for name, value in named.items() if name in frozen}
+        if not self.params:
+            raise ModelError("no parameter is left to train: every one is frozen; unfreeze some or add a layer")
+        self._float32 = frozenset(_norm_parameters(module))
+        self.batch_norms = [_name(path) for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
+
+    def forward(
+        self, params: Arrays, model_state: Arrays, batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
+    ) -> tuple[Any, Arrays]:
+        """Return (outputs float32, new model_state) for `batch["x"]`; `params` holds trained and frozen leaves.
+
+        `key` seeds every stream of the module for this call alone, so nothing depends on how often it was called.
+        """
+        module = nnx.merge(
+            self._train_def if train else self._eval_def,
+            _tree(self._param_tree, [self._cast(name, params[name]) for name in self._param_names]),
+            _tree(self._rng_tree, self._streams(key)),
+            _tree(self._rest_tree, [model_state[name] for name in self.model_state]),
+            copy=True,
+        )
+        x = batch["x"]
+        if self.compute_dtype != jnp.float32 and jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(self.compute_dtype)
+        mask = batch.get("mask") if train and self.mask_rows and self.batch_norms else None
+        outputs = _call_masked(module, x, mask)
+        outputs = jax.tree.map(_to_float32, outputs)
+        _, _, _, rest = _split(module)
+        _, new_state = _named(rest)
+        return outputs, {name: value.astype(self.model_state[name].dtype) for name, value in new_state.items()}
+
+    def write(self, module: nnx.Module, params: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+        """Put copies of these leaves into `module`, which has this module's structure."""
+        leaves = {**{name: params[name] for name in self._param_names}, **{n: model_state[n] for n in self.model_state}}
+        for path, variable in nnx.to_flat_state(nnx.state(module, (nnx.Param, _not_rng))):
+            name = _name(path)
+            if name in leaves:
+                variable.set_value(jnp.array(leaves[name], copy=True))
+
+    def _cast(self, name: str, value: jax.Array) -> jax.Array:
+        if value.dtype == jnp.float32 and self.compute_dtype != jnp.float32 and name not in self._float32:
+            return value.astype(self.compute_dtype)
+        return value
+
+    def _streams(self, key: jax.Array | None) -> list[jax.Array]:
+        leaves = []
+        for index, (_, like) in enumerate(self._rng.items()):
+            if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+                leaves.append(jnp.zeros(like.shape, like.dtype))
+            elif key is None:
+                leaves.append(like)
+            else:
+                stream = jax.random.fold_in(key, index)
+                leaves.append(jax.random.split(stream, like.shape) if like.shape else stream)
+        return leaves
+
+
+def matching(patterns: Sequence[str], names: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names that a glob pattern matches; a pattern without a wildcard also takes everything below it.
+
+    Raises:
+        ModelError: a pattern that matches nothing, with the nearest name.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}.")}
+        if not hits:
+            raise ModelError(f"pattern {pattern!r} matches no parameter{nearest(pattern, names)}")
+        found |= hits
+    return frozenset(found)
+
+
+def copy_leaves(named: Mapping[str, jax.Array]) -> Arrays:
+    """Copies of the leaves, so that donating them never deletes the user's arrays."""
+    return {name: jnp.array(value, copy=True) for name, value in named.items()}
+
+
+def _view(module: nnx.Module, *, train: bool) -> nnx.Module:
+    flags = {"deterministic": not train, "use_running_average": not train}
+    return nnx.view(module, raise_if_not_found=False, **flags)
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any, Any, Any]:
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+
+def _not_rng(path: Any, variable: Any) -> bool:
+    return not isinstance(variable, nnx.RngState)
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _named(state: Any) -> tuple[Any, Arrays]:
+    """Return the state's treedef and its leaves by name, in the treedef's order."""
+    leaves, tree = jax.tree.flatten(state)
+    names = [_name(path) for path, _ in nnx.to_flat_state(state)]
+    if len(names) != len(leaves):
+        raise ModelError("every nnx.Variable of the module must hold exactly one array")
+    return tree, dict(zip(names, (leaf if _is_key(leaf) else jnp.asarray(leaf) for leaf in leaves), strict=True))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _tree(tree: Any, leaves: list[Any]) -> Any:
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, jax.Array) and value.dtype in (jnp.bfloat16, jnp.float16):
+        return value.astype(jnp.float32)
+    return value
+
+
+def _norm_parameters(module: nnx.Module) -> set[str]:
+    names = set()
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, _NORMS):
+            names |= {_name((*path, *leaf)) for leaf, _ in nnx.to_flat_state(nnx.state(part, nnx.Param))}
+    return names
+
+
+@cache
+def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+    """A subclass whose statistics leave out the rows the current batch masks (case E03)."""
+
+    class MaskedBatchNorm(norm):
+        def __call__(self, x: jax.Array, *args: Any, mask: jax.Array | None = None, **kwargs: Any) -> jax.Array:
+            rows = _ROW_MASK.get()
+            if mask is None and rows is not None:
+                if x.shape[0] != rows.shape[0]:
+                    raise ModelError(
+                        f"BatchNorm sees {x.shape[0]} leading rows but the batch has {rows.shape[0]}, so padded rows "
+                        "cannot be left out; use data.tail: drop, or keep the batch axis first"
+                    )
+                mask = rows.reshape((-1,) + (1,) * (x.ndim - 1)) > 0
+            return super().__call__(x, *args, mask=mask, **kwargs)
+
+    return MaskedBatchNorm
+
+
+def _call_masked(module: nnx.Module, x: jax.Array, mask: jax.Array | None) -> Any:
+    """Call a freshly merged module with its BatchNorms leaving out masked rows."""
+    if mask is None:
+        return module(x)  # pyright: ignore[reportCallIssue]
+    norms = [part for _, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
+    classes = [type(norm) for norm in norms]
+    token = _ROW_MASK.set(mask)
+    try:
+        for norm, own in zip(norms, classes, strict=True):
+            norm.__class__ = _masked(own)
+        return module(x)  # pyright: ignore[reportCallIssue]
+    finally:
+        _ROW_MASK.reset(token)
+        for norm, own in zip(norms, classes, strict=True):
+            norm.__class__ = own

@@ -1,0 +1,326 @@
+"""From a model and a specification to a finished run: check, open, resume, loop, score, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx_jax.core.errors import ConfigError, RunExistsError
+from nnx_jax.data.loader import LoaderFeed
+from nnx_jax.data.pipeline import Feed
+from nnx_jax.engines.compile_cache import enable_compile_cache
+from nnx_jax.engines.flax import WEIGHTS, FlaxEngine
+from nnx_jax.loop.builtin import build_callback
+from nnx_jax.loop.callbacks import Callback, CallbackList
+from nnx_jax.loop.lifecycle import LoopPlan, LoopResult, StartPoint, restored, train
+from nnx_jax.loop.monitors import MonitorTracker
+from nnx_jax.loop.progress import Progress
+from nnx_jax.loop.records import history_columns
+from nnx_jax.loop.signals import Interrupted
+from nnx_jax.objectives.losses import Loss, build_loss
+from nnx_jax.objectives.metrics import metric_mode
+from nnx_jax.optim.epochs import EpochSchedule
+from nnx_jax.optim.schedules import Schedule
+from nnx_jax.optim.specs import build_epoch_schedule, build_schedule
+from nnx_jax.params.run import RunSpec
+from nnx_jax.runs.provenance import ResumeStatus
+from nnx_jax.runs.resume import ResumePoint, find_point, require_same
+from nnx_jax.runs.run import NNRun
+from nnx_jax.runs.store import RunStore, remove
+
+
+@dataclass
+class Job:
+    """One run ready to start: everything that can be wrong has been checked, and nothing is on the disk yet.
+
+    Attributes:
+        clock: the schedule on the epoch clock; None on the update clock.
+        run_id: 16 hex digits.
+    """
+
+    spec: RunSpec
+    engine: FlaxEngine
+    clock: EpochSchedule | None
+    run_id: str
+
+
+def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
+    """Return the feeds of the run by split, from `data` or from the loaders given in Python.
+
+    Raises:
+        ConfigError: no training data at all.
+        DataError: a dataset that cannot be trained on.
+    """
+    feeds: dict[str, Feed | LoaderFeed] = {}
+    data, train = spec.data, spec.train
+    if data is not None:
+        feeds["train"] = Feed(
+            data.train, batch_size=data.batch_size, tail=data.tail, shuffle=data.shuffle, seed=spec.data_seed
+        )
+        for split in ("val", "test"):
+            dataset = getattr(data, split)
+            if dataset is not None:
+                feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
+    for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
+        if loader is not None:
+            feeds[split] = LoaderFeed(loader, data_id=train.data_id)
+    if "train" not in feeds:
+        raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
+    return feeds
+
+
+def data_info(feeds: Mapping[str, Feed | LoaderFeed]) -> dict[str, Any]:
+    """Return what the training data tells a network about its sizes."""
+    feed = feeds["train"]
+    if isinstance(feed, Feed):
+        return dict(feed.dataset.info)
+    return {"input_shape": feed.signature()["x"].shape[1:]}
+
+
+def prepare(model: Any, spec: RunSpec) -> Job:
+    """Check and build everything that needs no run directory.
+
+    Args:
+        model: an NNModel: `build(info, seed)`, `loss`, `identity(seed)` and `frozen_patterns` are asked.
+
+    Raises:
+        ConfigError, DataError, ModelError: whatever is wrong, before anything is compiled or written.
+    """
+    if spec.backend != "flax":
+        raise ConfigError(f"got '{spec.backend}'; this engine is 'flax'", path="backend")
+    feeds = make_feeds(spec)
+    module = model.build(data_info(feeds), spec.train.seed)
+    loss: Loss = build_loss(model.loss)
+    per_epoch = _batches(spec, feeds["train"])
+    clock, schedule = make_schedules(spec, per_epoch)
+    engine = FlaxEngine(
+        spec,
+        module,
+        loss,
+        feeds,
+        schedule=schedule,
+        schedule_state=_schedule_state(spec, clock, schedule),
+        net_state=None if model.params.net is None else model.params.net.state(),
+        freeze=model.frozen_patterns,
+    )
+    run_id = spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec))
+    return Job(spec, engine, clock, run_id)
+
+
+def make_schedules(spec: RunSpec, batches: int | None) -> tuple[EpochSchedule | None, Schedule | None]:
+    """Return (epoch clock, None) or (None, update clock) for the run's schedule."""
+    train, scheduler = spec.train, spec.train.scheduler
+    if scheduler.clock == "optimizer_update":
+        horizon = train.planned_updates(batches)
+        schedule = build_schedule(scheduler, train.optim.max_lr, horizon)
+        if horizon is not None:
+            schedule.check(horizon)
+        return None, schedule
+    monitor = train.monitor
+    mode = None if monitor is None else metric_direction(spec)
+    delta = None if monitor is None else monitor.min_delta
+    epochs = train.n_epochs
+    if epochs is None and train.max_steps is not None and batches is not None:
+        updates = -(-batches // train.optim.accumulate_grad_batches)
+        epochs = -(-train.max_steps // updates)
+    clock = build_epoch_schedule(scheduler, train.optim.max_lr, epochs, monitor_mode=mode, min_delta=delta)
+    return clock, None
+
+
+def metric_direction(spec: RunSpec) -> Any:
+    """Return the better direction of the run's monitor: its own, the metric's, or "min" for a loss."""
+    monitor = spec.train.monitor
+    if monitor is None or (monitor.metric == "loss" and monitor.mode is None):
+        return "min"
+    declared = {metric.key: metric for metric in spec.model.metrics}
+    return monitor.mode or getattr(declared.get(monitor.metric), "mode", None) or metric_mode(monitor.metric)
+
+
+def fit(
+    model: Any,
+    spec: RunSpec,
+    *,
+    callbacks: Sequence[Callback | Callable[..., Any]] = (),
+    runs_dir: str | Path = "runs",
+    progress: Progress,
+) -> NNRun:
+    """Train `model` as `spec` says, or continue where the same run was interrupted; return the finished run.
+
+    Raises:
+        RunExistsError: the run is finished already; nothing is changed.
+        Interrupted: a signal stopped it; its last finished update is committed.
+        ConfigError, DataError, ModelError, CheckpointError, NonFiniteError: see their classes.
+    """
+    enable_compile_cache()
+    job = prepare(model, spec)
+    every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
+    source = _source_point(spec, runs_dir)
+    columns = history_columns(job.engine.metric_names, validates="val" in job.engine.feeds)
+    with RunStore.open(
+        runs_dir,
+        job.run_id,
+        {"id": job.run_id, **_plain_spec(spec)},
+        columns,
+        overwrite=spec.train.overwrite_existing,
+        keep=spec.checkpoint.keep,
+        resume=_resume_status(spec, source, every),
+    ) as store:
+        if store.status == "finished":
+            raise RunExistsError(
+                f"run {job.run_id} in {store.paths.root} is finished; load it with NNRun.load, or train another one: "
+                "change the configuration, give a salt, or set train.overwrite_existing"
+            )
+        if store.ignored:
+            progress.message(f"ignored, no commit stands behind them: {', '.join(store.ignored)}")
+        try:
+            result = _loop(model, job, store, source, every, progress)
+            _finish(job, store, result)
+        except BaseException:
+            if store.status == "fresh" and store.committer.last is None:
+                remove(store.paths)  # nothing was committed: leave nothing behind
+            raise
+    return NNRun.load(job.run_id, runs_dir)
+
+
+def _loop(
+    model: Any, job: Job, store: RunStore, source: ResumePoint | None, callbacks: CallbackList, progress: Progress
+) -> LoopResult:
+    spec, engine, train_params = job.spec, job.engine, job.spec.train
+    tracker = MonitorTracker(train_params.monitor, metric_direction(spec))
+    state, start = engine.start(), StartPoint()
+    point, mode = (store.point, "stateful") if store.point is not None else (source, _mode(spec, source))
+    if point is not None:
+        state, start = _restore(job, state, point, mode, tracker)
+        progress.message(f"continues {point.run_id}@{point.name}: epoch {start.epoch}, step {start.step}")
+    end, steps = _length(spec, source)
+    plan = LoopPlan(
+        spec=spec,
+        engine=engine,
+        state=state,
+        store=store,
+        callbacks=callbacks,
+        tracker=tracker,
+        progress=progress,
+        start=start,
+        end_epoch=end,
+        max_steps=steps,
+        clock=job.clock,
+        model=model,
+        records=list(NNRun.load(job.run_id, store.paths.root).records) if store.point is not None else [],
+    )
+    try:
+        return train(plan)
+    except Interrupted:
+        model.adopt(engine.module)
+        raise
+
+
+def _length(spec: RunSpec, source: ResumePoint | None) -> tuple[int | None, int | None]:
+    """Return (epoch to end before, update to end at), counted from the beginning of the first run of the line."""
+    end, steps = spec.train.n_epochs, spec.train.max_steps
+    if source is None or spec.train.resume_epochs != "additional":
+        return end, steps
+    if end is not None:
+        end += _next_epoch(source.host)
+    if steps is not None and _mode(spec, source) == "stateful":
+        steps += source.step
+    return end, steps
+
+
+def _restore(job: Job, state: Any, point: ResumePoint, mode: str, tracker: MonitorTracker) -> tuple[Any, StartPoint]:
+    """Put a verified point into the engine; everything is compared before anything is loaded."""
+    host, engine = point.host, job.engine
+    if mode == "weights_only":
+        weights = {name: value for name, value in point.load_all().items() if name.startswith(WEIGHTS)}
+        state = engine.restore(state, weights, weights_only=True)
+        return state, StartPoint(epoch=_next_epoch(host))
+    require_same(host["topology"], engine.topology(), "topology")
+    require_same(host["monitor"]["rule"], tracker.rule(), "monitor")
+    state = engine.restore(state, point.load(engine.abstract(state)))
+    if job.clock is not None:
+        job.clock.restore(host["clock"])
+    position = host["position"]
+    return state, StartPoint(
+        epoch=position["epoch"],
+        batch=position["batch"],
+        step=host["step"],
+        totals=restored(host["totals"]),
+        components=host["components"],
+        monitor=host["monitor"],
+        values=restored(host["values"]),
+    )
+
+
+def _next_epoch(host: Mapping[str, Any]) -> int:
+    return host["position"]["epoch"] + (host["position"]["batch"] > 0)
+
+
+def _finish(job: Job, store: RunStore, result: LoopResult) -> None:
+    """Score the test split once, then mark the run finished."""
+    test = job.engine.evaluate(result.state, "test")
+    values = dict(result.values)
+    if test is not None:
+        values.update({f"test_{name}": value for name, value in test.values.items()})
+    artifact = {"status": "finished", "epoch": result.epoch, "step": result.step}
+    for split in ("train", "val", "test"):
+        head = f"{split}_"
+        found = {name.removeprefix(head): value for name, value in values.items() if name.startswith(head)}
+        artifact[split] = {
+            name: value if value == value and abs(value) != float("inf") else None for name, value in found.items()
+        }
+    store.finish(artifact)
+
+
+def _source_point(spec: RunSpec, runs_dir: str | Path) -> ResumePoint | None:
+    run_id = spec.train.resume_from_run_id
+    return None if run_id is None else find_point(runs_dir, f"{run_id}@{spec.train.resume_from_checkpoint}")
+
+
+def _mode(spec: RunSpec, source: ResumePoint | None) -> str:
+    if source is None:
+        return "fresh"
+    return "weights_only" if spec.train.resume_mode == "weights_only" else "stateful"
+
+
+def _resume_status(spec: RunSpec, source: ResumePoint | None, callbacks: CallbackList) -> ResumeStatus:
+    if source is None:
+        return ResumeStatus()
+    stored = source.host["components"] if _mode(spec, source) == "stateful" else {}
+    names = tuple(callbacks.components())
+    return ResumeStatus(
+        mode=_mode(spec, source),
+        source_run_id=source.run_id,
+        source_checkpoint=source.name,
+        restored_components=tuple(name for name in names if name in stored),
+        fresh_components=tuple(name for name in names if name not in stored),
+        source_epoch=source.epoch,
+        source_generation=source.generation,
+        source_checkpoint_id=source.manifest_sha256,
+    )
+
+
+def _batches(spec: RunSpec, feed: Feed | LoaderFeed) -> int | None:
+    steps = spec.train.steps_per_epoch
+    return feed.n_batches if steps is None else steps * spec.train.optim.accumulate_grad_batches
+
+
+def _schedule_state(spec: RunSpec, clock: EpochSchedule | None, schedule: Schedule | None) -> dict[str, Any]:
+    described = schedule.state() if schedule is not None else spec.train.scheduler.state()
+    return {"clock": spec.train.scheduler.clock, "max_lr": spec.train.optim.max_lr, **described}
+
+
+def _loader_identity(spec: RunSpec) -> dict[str, Any] | None:
+    """Return what the run id knows of loaders: only the name the user gave, since their rows cannot be hashed."""
+    return None if spec.train.train_loader is None else {"data_id": spec.train.data_id}
+
+
+def _plain_spec(spec: RunSpec) -> dict[str, Any]:
+    """Return the configuration as `run.yaml` keeps it; datasets made in Python are kept by their hash alone."""
+    try:
+        return spec.state(environment=True)
+    except ConfigError:
+        if spec.data is None:
+            raise
+    return {**spec.replace(data=None).state(environment=True), "data_identity": spec.data.identity(spec.train.seed)}

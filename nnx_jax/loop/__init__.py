@@ -1,0 +1,1 @@
+"""The one training loop: lifecycle, clocks, callbacks, monitors and progress, for every engine."""

@@ -1,0 +1,38 @@
+"""When the next host event falls: counted in committed updates, planned so that no step is read in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Host events inside an epoch, in committed updates; None means only at the epoch's end.
+
+    A span is planned as if no window would be skipped, so it can end early but never late: `step` grows by at most
+    one per window. After a span that ended on a target the true count is read and the rest is planned again.
+    """
+
+    log: int | None = None
+    evaluate: int | None = None
+    commit: int | None = None
+    max_steps: int | None = None
+
+    def next_step(self, step: int) -> int | None:
+        """The least update count above `step` at which something is due; None when nothing is."""
+        due = [step - step % every + every for every in (self.log, self.evaluate, self.commit) if every]
+        if self.max_steps is not None:
+            due.append(self.max_steps)
+        return min((target for target in due if target > step), default=None)
+
+    def due(self, every: int | None, before: int, step: int) -> bool:
+        """Has the cadence `every` passed a multiple in (before, step]?"""
+        return bool(every) and step // every > before // every
+
+
+def span_batches(*, step: int, target: int | None, batch: int, n_batches: int, accumulate: int) -> int:
+    """Microbatches from `batch` to the target update or the epoch's end; ends on a window border."""
+    left = n_batches - batch
+    if target is None:
+        return left
+    return min(left, (target - step) * accumulate)

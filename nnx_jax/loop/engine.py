@@ -1,0 +1,124 @@
+"""How a framework plugs into the loop: the Engine protocol and the plain values that cross it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Span:
+    """Microbatches `first_batch .. first_batch + n_batches - 1` of one epoch; both ends are window borders."""
+
+    epoch: int
+    first_batch: int
+    n_batches: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one window measured (one microbatch, when rows are kept per microbatch), read from the device.
+
+    Attributes:
+        batch: microbatches seen by the run before its last one.
+        step: committed updates after it.
+        loss: its sums divided, terms weighted and added, in nats or the loss's unit.
+        rate: learning rate its update used; None without an update.
+        grad_norm: global gradient norm before clipping; None when it closed no window.
+        closed: it closed a window.
+        committed: that window became an update; False for an open or a skipped window.
+        sums: loss and metric sums to add up, by name.
+    """
+
+    batch: int
+    step: int
+    loss: float
+    rate: float | None
+    grad_norm: float | None
+    closed: bool
+    committed: bool
+    sums: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metric values over every row of one split, each row scored once."""
+
+    values: Mapping[str, float]
+    count: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a generation holds of an engine: named arrays, where the data stands, and what both must fit."""
+
+    arrays: Mapping[str, Any]
+    position: Mapping[str, Any]
+    topology: Mapping[str, Any] = field(default_factory=dict)
+
+
+Poll = Callable[[int], bool]
+"""Called between device calls with the microbatches handed over so far; True asks to stop at this window border."""
+
+
+class Engine(Protocol):
+    """One framework under the loop. The state is opaque to the loop; engines never touch the disk."""
+
+    @property
+    def n_batches(self) -> int:
+        """Microbatches in one epoch."""
+        ...
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches in a full window."""
+        ...
+
+    def start(self) -> Any:
+        """Build and place the first state."""
+        ...
+
+    def run_span(self, state: Any, span: Span, poll: Poll) -> tuple[Any, int]:
+        """Run the span, or its first windows when `poll` says stop; return the new state and the microbatches done."""
+        ...
+
+    def read_records(self, state: Any) -> tuple[list[Record], Exception | None]:
+        """Fetch the records since the last call: the loop's only read from the device while training.
+
+        When training halted (a value that is not finite, an impossible label), the error comes with the records
+        before it, and the state is as before the update it names.
+        """
+        ...
+
+    def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Turn added-up record sums into values by name ("loss", then every metric)."""
+        ...
+
+    def evaluate(self, state: Any, split: str) -> Evaluation | None:
+        """Score every row of a split once; None when the run has no such split."""
+        ...
+
+    def set_rate(self, state: Any, rate: float) -> Any:
+        """Set the learning rate of the epoch clock."""
+        ...
+
+    def snapshot(self, state: Any, epoch: int, batch: int) -> Snapshot:
+        """Return what continues bit for bit from microbatch `batch` of `epoch`."""
+        ...
+
+    def abstract(self, state: Any) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the arrays a snapshot of this state holds."""
+        ...
+
+    def restore(self, state: Any, arrays: Mapping[str, Any], *, weights_only: bool = False) -> Any:
+        """Return the state with the arrays put in: all of them, or the weights alone."""
+        ...
+
+    def trained(self, state: Any) -> Any:
+        """Return the trained model with the state's weights; the state stays usable."""
+        ...
+
+    def absorb(self, state: Any) -> Any:
+        """Return the state with the weights the model holds now: what callbacks changed at the end."""
+        ...

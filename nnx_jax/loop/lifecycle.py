@@ -1,0 +1,377 @@
+"""The order of a run: begin, epochs, validate, decide, tick clocks, callbacks, commit, finalize."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nnx_jax.loop.callbacks import CallbackList, TrainContext
+from nnx_jax.loop.clocks import Cadence, span_batches
+from nnx_jax.loop.engine import Engine, Span
+from nnx_jax.loop.monitors import MonitorRecord, MonitorTracker, as_dict
+from nnx_jax.loop.progress import Progress
+from nnx_jax.loop.records import RecordKeeper
+from nnx_jax.loop.signals import Interrupted, StopRequest
+from nnx_jax.params.run import RunSpec
+from nnx_jax.runs.commit import CommitPoint
+from nnx_jax.runs.pointers import phase_names
+from nnx_jax.runs.store import RunStore
+
+
+class EpochClock(Protocol):
+    """A schedule on the epoch clock, moved by the host."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the epoch to come."""
+        ...
+
+    def step(self, value: float | None = None) -> float:
+        """One epoch passed; `value` is the monitored value, for a plateau."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON state."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`."""
+        ...
+
+
+@dataclass
+class StartPoint:
+    """Where a session starts: epoch and microbatch, and what a resumed one carries."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    totals: Mapping[str, Any] = field(default_factory=dict)
+    components: Mapping[str, Any] | None = None
+    monitor: Mapping[str, Any] | None = None
+    clock: Mapping[str, Any] | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class LoopPlan:
+    """Everything one session needs, made by a face (NNModel, Trainer, TrainingLoop).
+
+    Attributes:
+        state: the engine's state, fresh or restored.
+        end_epoch: epoch to stop before (absolute); None when only `max_steps` ends the run.
+    """
+
+    spec: RunSpec
+    engine: Engine
+    state: Any
+    store: RunStore
+    callbacks: CallbackList
+    tracker: MonitorTracker
+    progress: Progress
+    start: StartPoint
+    end_epoch: int | None
+    max_steps: int | None
+    clock: EpochClock | None = None
+    model: Any = None
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What a finished session leaves: the engine's state, whole-epoch values, and where it stands."""
+
+    state: Any
+    values: dict[str, float]
+    epoch: int
+    step: int
+    records: list[dict[str, Any]]
+
+
+class Session:
+    """One call of `train()`: from `on_train_begin` to the last commit."""
+
+    def __init__(self, plan: LoopPlan) -> None:
+        self.plan, self.engine, self.state = plan, plan.engine, plan.state
+        train, checkpoint = plan.spec.train, plan.spec.checkpoint
+        self.cadence = Cadence(
+            log=train.log_every_n_steps,
+            evaluate=train.eval_every_n_steps,
+            commit=checkpoint.every_n_steps,
+            max_steps=plan.max_steps,
+        )
+        self.keeper = RecordKeeper(self.engine.summarize, n_batches=self.engine.n_batches, every=train.record_every)
+        start = plan.start
+        self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
+        self.read_batch = start.epoch * self.engine.n_batches + start.batch
+        self.committed_step = start.step
+        self.ctx = TrainContext(plan.store.paths.run_id, plan.model, start.epoch, start.step, dict(start.values))
+        self.ctx.records, self.ctx.sync = plan.records, lambda: self.engine.trained(self.state)
+        self.stop = StopRequest()
+
+    def run(self) -> LoopResult:
+        """Train to the plan's end.
+
+        Raises:
+            Interrupted: a signal asked to stop; the last finished update is committed.
+            NnxError and whatever a callback or a dataset raises: after every cleanup was tried.
+        """
+        plan, ctx, error = self.plan, self.ctx, None
+        plan.progress.start(ctx.run_id, self._planned_epochs(), self.engine.n_batches)
+        with self.stop:
+            try:
+                plan.callbacks.train_begin(ctx)
+                self._restore_components()
+                while not self._finished():
+                    self._epoch()
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                self._finalize(error)
+        return LoopResult(self.state, dict(ctx.values), self.epoch, self.step, plan.records)
+
+    # -- one epoch ---------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        self.ctx.epoch = self.epoch
+        resumed = self.batch > 0
+        self.keeper.begin_epoch(self.plan.start.totals if resumed else None)
+        if not resumed and self.plan.clock is not None:
+            self.state = self.engine.set_rate(self.state, self.plan.clock.rate)
+        self.plan.callbacks.epoch_begin(self.ctx)
+        seen = self.step
+        while self.batch < self.engine.n_batches and not self._finished():
+            self._span()
+            if self.batch < self.engine.n_batches:
+                seen = self._mid_epoch(seen)
+        if self.batch >= self.engine.n_batches:
+            self._end_epoch(seen)
+
+    def _span(self) -> None:
+        target = self.cadence.next_step(self.step)
+        count = span_batches(
+            step=self.step,
+            target=target,
+            batch=self.batch,
+            n_batches=self.engine.n_batches,
+            accumulate=self.engine.accumulate,
+        )
+        span = Span(self.epoch, self.batch, count)
+        self.state, done = self.engine.run_span(self.state, span, self._poll)
+        self.batch += done
+        if self.stop:
+            self._read()
+            self._commit()
+            self.plan.store.committer.drain()
+            raise Interrupted(self.stop.number or 0)
+
+    def _poll(self, done: int) -> bool:
+        self.plan.progress.advance(self.epoch, self.batch + done)
+        return bool(self.stop)
+
+    def _read(self) -> None:
+        """Fetch the records: the host's only read from the device; the true update count comes with them."""
+        records, failure = self.engine.read_records(self.state)
+        if records:
+            self.step = self.ctx.step = records[-1].step
+            self.read_batch = records[-1].batch + 1
+            self.ctx.rate = next((r.rate for r in reversed(records) if r.rate is not None), self.ctx.rate)
+        self._write(self.keeper.rows(records))
+        if failure is not None:
+            self._keep_progress()
+            raise failure
+
+    def _keep_progress(self) -> None:
+        """Training halted: commit the updates before the one that failed, so that nothing done is lost."""
+        self.batch = self.read_batch - self.epoch * self.engine.n_batches
+        if self.step > self.committed_step:
+            self._commit()
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self.plan.store.history.append(rows)
+        self.plan.records += rows
+
+    def _mid_epoch(self, seen: int) -> int:
+        """Host events inside an epoch: log, evaluate, commit, in this order. Returns the update count reached."""
+        self._read()
+        self.ctx.values.update(self.keeper.summary())
+        due = self.cadence.due
+        ends = self._finished()
+        decision = None
+        if due(self.cadence.evaluate, seen, self.step) or ends:
+            decision = self._validate()
+            self._write([self._values_row("eval", decision)])
+        if due(self.cadence.log, seen, self.step) or decision is not None:
+            self.plan.progress.values(self.epoch, self.step, self.ctx.values, epoch_end=False)
+        improved = decision is not None and decision.improved
+        if due(self.cadence.commit, seen, self.step) or improved or ends:
+            self._commit(best=improved)
+        return self.step
+
+    def _end_epoch(self, seen: int) -> None:
+        """Validate, decide, tick the epoch clock, call back, commit: the order of the founding document."""
+        self._read()
+        self.ctx.values.update(self.keeper.summary())
+        train, checkpoint, epoch = self.plan.spec.train, self.plan.spec.checkpoint, self.epoch
+        last = self._last_epoch(epoch)
+        by_epoch = (epoch + 1) % (train.eval_every_n_epochs or 1) == 0
+        decision = None
+        if by_epoch or last or self.cadence.due(self.cadence.evaluate, seen, self.step):
+            decision = self._validate()
+        if self.plan.clock is not None:
+            self.plan.clock.step(decision.value if decision is not None else None)
+        self._write([self._values_row("epoch", decision)])
+        self.plan.callbacks.epoch_end(self.ctx)
+        self.plan.progress.values(epoch, self.step, self.ctx.values, epoch_end=True)
+        self.epoch, self.batch = epoch + 1, 0
+        self.keeper.begin_epoch()
+        improved = decision is not None and decision.improved
+        due = (
+            bool(checkpoint.every_n_epochs and (epoch + 1) % checkpoint.every_n_epochs == 0)
+            or self.cadence.due(self.cadence.commit, seen, self.step)
+            or last
+            or improved
+            or self.ctx.should_stop
+            or bool(self.ctx.deferred)
+            or bool(self._phases(epoch))
+        )
+        if due:
+            self._commit(best=improved, phases=self._phases(epoch))
+        if self.stop:
+            self.plan.store.committer.drain()
+            raise Interrupted(self.stop.number or 0)
+
+    def _validate(self) -> MonitorRecord | None:
+        """Score the validation split and take the one decision on it."""
+        evaluation = self.engine.evaluate(self.state, "val")
+        if evaluation is not None:
+            self.ctx.values.update({f"val_{name}": value for name, value in evaluation.values.items()})
+        self.ctx.decision = self.plan.tracker.decide(self.ctx.values)
+        self.plan.callbacks.validation(self.ctx)
+        return self.ctx.decision
+
+    def _values_row(self, kind: str, decision: MonitorRecord | None) -> dict[str, Any]:
+        row: dict[str, Any] = {"kind": kind, "epoch": self.epoch, "batch": None, "step": self.step, "lr": self.ctx.rate}
+        names = [n for n in self.ctx.values if n.startswith("train_") or decision is not None]
+        row.update({name: self.ctx.values[name] for name in names})
+        if decision is not None:
+            row.update(monitor=decision.value, improved=int(decision.improved))
+        return row
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
+            return True
+        if self.ctx.should_stop:
+            return True
+        return self.plan.end_epoch is not None and self.epoch >= self.plan.end_epoch
+
+    def _last_epoch(self, epoch: int) -> bool:
+        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
+            return True
+        return self.plan.end_epoch is not None and epoch + 1 >= self.plan.end_epoch
+
+    def _planned_epochs(self) -> int:
+        if self.plan.end_epoch is not None:
+            return self.plan.end_epoch
+        updates = -(-self.engine.n_batches // self.engine.accumulate)
+        return -(-(self.plan.max_steps or 0) // updates)
+
+    def _phases(self, epoch: int) -> tuple[str, ...]:
+        train = self.plan.spec.train
+        if not train.save_phase_checkpoints:
+            return ()
+        first = self.plan.records[0]["epoch"] if self.plan.records else 0
+        return phase_names(epoch - first, self._planned_epochs() - first)
+
+    # -- state of the run --------------------------------------------------------------------------------------
+
+    def _restore_components(self) -> None:
+        start = self.plan.start
+        if start.components is not None:
+            self.plan.callbacks.load(start.components)
+        if start.monitor is not None:
+            self.plan.tracker.load(start.monitor)
+
+    def _commit(self, *, best: bool = False, phases: tuple[str, ...] = ()) -> None:
+        """Hand one generation to the run store, with everything that continues the run bit for bit."""
+        snapshot = self.engine.snapshot(self.state, self.epoch, self.batch)
+        clock = self.plan.clock
+        host = {
+            "position": {"epoch": self.epoch, "batch": self.batch, "data": snapshot.position},
+            "step": self.step,
+            "totals": storable(self.keeper.epoch.totals),
+            "values": storable(self.ctx.values),
+            "clock": clock.state() if clock is not None else None,
+            "monitor": self.plan.tracker.state(),
+            "decision": storable(as_dict(self.ctx.decision)) if self.ctx.decision else None,
+            "components": self.plan.callbacks.state(),
+            "topology": snapshot.topology,
+        }
+        deferred, self.ctx.deferred = tuple(self.ctx.deferred), []
+        point = CommitPoint(
+            epoch=self.epoch if self.batch else max(self.epoch - 1, 0),
+            step=self.step,
+            batch=self.epoch * self.engine.n_batches + self.batch,
+            arrays=snapshot.arrays,
+            host=host,
+            names=phases,
+            best=best,
+            score=self._score(best),
+            deferred=deferred,
+        )
+        self.plan.store.committer.commit(point)
+        self.committed_step = self.step
+
+    def _score(self, best: bool) -> float | None:
+        """Rank in `runs/best`: only runs without a monitor of their own are comparable."""
+        decision = self.ctx.decision
+        return decision.value if best and decision is not None and self.plan.spec.train.monitor is None else None
+
+    def _finalize(self, error: BaseException | None) -> None:
+        """End callbacks in reverse, refresh LAST after a clean end, wait for the commit in flight, mask nothing."""
+        plan = self.plan
+        try:
+            if error is None:
+                self.engine.trained(self.state)
+            plan.callbacks.train_end(self.ctx, error)
+            if error is None:
+                self.state = self.engine.absorb(self.state)
+                self._commit()
+            plan.store.committer.drain()
+        except Exception as failure:
+            if error is None:
+                raise
+            warnings.warn(f"while stopping: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
+        finally:
+            plan.progress.stop()
+
+
+def storable(value: Any) -> Any:
+    """JSON values with non-finite floats spelled as text, since JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {name: storable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(item) for item in value]
+    return value
+
+
+def restored(value: Any) -> Any:
+    """The inverse of `storable` for values that hold only numbers."""
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {name: restored(item) for name, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value
+
+
+def train(plan: LoopPlan) -> LoopResult:
+    """Run one session."""
+    return Session(plan).run()

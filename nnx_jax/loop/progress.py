@@ -1,0 +1,140 @@
+"""Progress for a person: a bar on a terminal, one plain ASCII line per epoch anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
+
+SHOWN = ("train_loss", "val_loss", "train_accuracy", "val_accuracy", "val_perplexity")
+
+
+class Progress(Protocol):
+    """What the loop tells a progress display; nothing here reads the device."""
+
+    def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
+        """Training begins."""
+        ...
+
+    def advance(self, epoch: int, batch: int) -> None:
+        """`batch` microbatches of `epoch` are handed to the device."""
+        ...
+
+    def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None:
+        """Values were read at a host event."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Say one line."""
+        ...
+
+    def stop(self) -> None:
+        """Training ended, however."""
+        ...
+
+
+class QuietProgress:
+    """Says nothing."""
+
+    def start(self, run_id: str, n_epochs: int, n_batches: int) -> None: ...
+
+    def advance(self, epoch: int, batch: int) -> None: ...
+
+    def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def describe(values: Mapping[str, float]) -> str:
+    """The values a person looks at first, short: "train_loss 0.1234 val_accuracy 0.9611"."""
+    names = [name for name in SHOWN if name in values]
+    names += [name for name in sorted(values) if name not in names][: max(0, 5 - len(names))]
+    return "  ".join(f"{name} {_short(values[name])}" for name in names)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) and 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+class PlainProgress:
+    """One ASCII line per epoch and per log event, flushed; no carriage return, no escape code."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self.stream = stream
+        self._n_epochs = 0
+        self._since = 0.0
+
+    def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
+        self._n_epochs, self._since = n_epochs, time.monotonic()
+        self.message(f"run {run_id}: {n_epochs} epochs of {n_batches} batches")
+
+    def advance(self, epoch: int, batch: int) -> None: ...
+
+    def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None:
+        mark = "" if epoch_end else " ..."
+        seconds = time.monotonic() - self._since
+        self.message(f"epoch {epoch + 1}/{self._n_epochs}{mark}  step {step}  {describe(values)}  {seconds:.1f} s")
+
+    def message(self, text: str) -> None:
+        stream = self.stream or sys.stderr
+        try:
+            print(text.encode("ascii", "replace").decode("ascii"), file=stream, flush=True)
+        except (OSError, ValueError):
+            self.message = lambda text: None  # a closed pipe must never end a run
+
+    def stop(self) -> None: ...
+
+
+class BarProgress:
+    """A rich bar over the batches of the run, redrawn a few times a second, with the values of the last event."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        self._bars = Bars(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=Console(stderr=True),
+            refresh_per_second=4,
+        )
+        self._task: Any = None
+        self._n_epochs = self._n_batches = 0
+
+    def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
+        self._n_epochs, self._n_batches = n_epochs, n_batches
+        self._bars.start()
+        self._bars.console.print(f"run {run_id}", highlight=False)
+        self._task = self._bars.add_task("train", total=n_epochs * n_batches, epoch=f"0/{n_epochs}", text="")
+
+    def advance(self, epoch: int, batch: int) -> None:
+        done = epoch * self._n_batches + batch
+        self._bars.update(self._task, completed=done, epoch=f"{epoch + 1}/{self._n_epochs}")
+
+    def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None:
+        self._bars.update(self._task, text=describe(values))
+
+    def message(self, text: str) -> None:
+        self._bars.console.print(text, highlight=False)
+
+    def stop(self) -> None:
+        self._bars.stop()
+
+
+def make_progress(quiet: bool = False) -> Progress:
+    """A bar when standard error is a terminal, plain lines otherwise, nothing when quiet."""
+    if quiet:
+        return QuietProgress()
+    try:
+        terminal = sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        terminal = False
+    return BarProgress() if terminal else PlainProgress()

@@ -1,0 +1,150 @@
+"""Callbacks begin in order, end in reverse, and every cleanup is tried."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from nnx_jax.core.errors import ComponentRestoreError, ConfigError, UnsafePathError
+from nnx_jax.loop.callbacks import Callback, CallbackList, EarlyStopping, ModelCheckpoint, TrainContext
+from nnx_jax.loop.monitors import MonitorTracker
+from nnx_jax.params.train import MonitorSpec
+
+
+class Spy(Callback):
+    def __init__(self, name: str, log: list[str], fail_in: str = "") -> None:
+        self.name, self.log, self.fail_in = name, log, fail_in
+
+    def _note(self, hook: str) -> None:
+        self.log.append(f"{self.name}.{hook}")
+        if hook == self.fail_in:
+            raise ValueError(f"{self.name} broke in {hook}")
+
+    def on_train_begin(self, ctx: TrainContext) -> None:
+        self._note("begin")
+
+    def on_epoch_begin(self, ctx: TrainContext) -> None:
+        self._note("epoch_begin")
+
+    def on_train_end(self, ctx: TrainContext) -> None:
+        self._note("end")
+
+
+def context() -> TrainContext:
+    return TrainContext("0123456789abcdef")
+
+
+def test_begin_in_order_and_end_in_reverse() -> None:
+    log: list[str] = []
+    callbacks = CallbackList([Spy("A", log), Spy("B", log)])
+    callbacks.train_begin(context())
+    callbacks.train_end(context(), None)
+    assert log == ["A.begin", "B.begin", "B.end", "A.end"]
+
+
+def test_only_those_that_began_are_finalized() -> None:
+    log: list[str] = []
+    callbacks = CallbackList([Spy("A", log), Spy("B", log, "begin"), Spy("C", log)])
+    with pytest.raises(ValueError, match="B broke in begin") as caught:
+        callbacks.train_begin(context())
+    callbacks.train_end(context(), caught.value)
+    assert log == ["A.begin", "B.begin", "A.end"]
+
+
+def test_cleanup_errors_never_hide_the_training_error() -> None:
+    log: list[str] = []
+    callbacks = CallbackList([Spy("A", log, "end"), Spy("B", log, "end")])
+    callbacks.train_begin(context())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        callbacks.train_end(context(), RuntimeError("training"))
+    assert [str(w.message) for w in seen] == [
+        "on_train_end failed: ValueError: B broke in end",
+        "on_train_end failed: ValueError: A broke in end",
+    ]
+
+
+def test_without_a_training_error_the_first_cleanup_error_is_raised() -> None:
+    callbacks = CallbackList([Spy("A", [], "end"), Spy("B", [], "end")])
+    callbacks.train_begin(context())
+    with pytest.warns(RuntimeWarning, match="A broke in end"), pytest.raises(ValueError, match="B broke in end"):
+        callbacks.train_end(context(), None)
+
+
+def drive(stopper: EarlyStopping, values: list[float]) -> int:
+    """Feed val_loss per epoch; return how many epochs ran."""
+    ctx, tracker = context(), MonitorTracker(None)
+    stopper.on_train_begin(ctx)
+    for epoch, value in enumerate(values):
+        ctx.epoch, ctx.values = epoch, {"val_loss": value}
+        ctx.decision = tracker.decide(ctx.values)
+        stopper.on_validation(ctx)
+        if ctx.should_stop:
+            return epoch + 1
+    return len(values)
+
+
+@pytest.mark.parametrize(
+    ("patience", "values", "epochs"),
+    [
+        (2, [1.0, 0.9, 0.95, 0.96, 0.97], 4),
+        (1, [0.9, 0.95], 2),
+        (0, [1.0, 0.9, 0.95], 3),
+        (2, [1, 0.9, 0.95, 0.94, 0.93], 4),
+    ],
+)
+def test_patience_counts_measurements(patience: int, values: list[float], epochs: int) -> None:
+    """nnx:B078 case:H07"""
+    assert drive(EarlyStopping(patience=patience), values) == epochs
+    assert drive(EarlyStopping("val_loss", patience=patience), values) == epochs
+
+
+def test_one_instance_used_twice_starts_with_fresh_patience() -> None:
+    """nnx:B079"""
+    stopper = EarlyStopping(patience=2)
+    assert [drive(stopper, [1.0, 1.1, 1.2, 1.3]) for _ in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"patience": 2.0}, "patience must be a whole number"),
+        ({"patience": -1}, "patience must be a whole number"),
+        ({"patience": True}, "patience must be a whole number"),
+        ({"monitor": "accuracy"}, "must look like 'val_loss'"),
+        ({"mode": "max"}, "set them there"),
+        ({"monitor": "val_loss", "mode": "MAX"}, "must be 'min' or 'max'"),
+        ({"monitor": MonitorSpec(), "min_delta": 0.1}, "set them there"),
+    ],
+)
+def test_wrong_early_stopping_arguments_are_refused(arguments: dict, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        EarlyStopping(**arguments)
+
+
+def test_model_checkpoint_tag_must_be_a_file_name() -> None:
+    """nnx:B120"""
+    with pytest.raises(UnsafePathError, match="a/b"):
+        ModelCheckpoint([0], tag="a/b")
+
+
+def test_two_default_components_get_numbers_and_a_wrong_state_changes_nothing() -> None:
+    first, second = EarlyStopping(), EarlyStopping("val_loss")
+    callbacks = CallbackList([first, second])
+    assert list(callbacks.components()) == ["early_stopping", "early_stopping.2"]
+    first.wait = 1
+    stored = {
+        "early_stopping": {"monitor": None, "wait": 5, "best": None},
+        "early_stopping.2": {"monitor": {}, "wait": 9},
+    }
+    with pytest.raises(ComponentRestoreError, match="early_stopping.2: it watched"):
+        callbacks.load(stored)
+    assert (first.wait, second.wait) == (1, 0)
+
+
+def test_a_callback_class_or_another_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a class; pass an instance"):
+        CallbackList([EarlyStopping])
+    with pytest.raises(ConfigError, match="must be a Callback or a function, got int"):
+        CallbackList([3])  # pyright: ignore[reportArgumentType]
