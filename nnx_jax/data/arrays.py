@@ -48,10 +48,12 @@ class ArrayDataset(InMemoryDataset):
         if not given and digest:
             raise ConfigError("an `arrays` dataset is given in Python (its rows are not stored); in YAML use kind: npz")
         settled = settle_columns(given, type(self).__name__)
-        settled = {name: np.array(a) if a is given[name] or a.base is not None else a for name, a in settled.items()}
+        settled = {
+            name: np.array(a, order="C") if a is given[name] or a.base is not None else a for name, a in settled.items()
+        }
         fields = {"digest": hash_arrays(settled), "n_classes": n_classes}
         super().__init__(**fields)
-        self._kept["given"] = settled
+        self._kept.update(given=settled, digest=self.digest)  # large arrays are hashed once
 
     def load(self) -> Columns:
         """Return the arrays the constructor was given."""

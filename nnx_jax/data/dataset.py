@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import PrivateAttr
 
 from nnx_jax.core.errors import DataError, nearest
-from nnx_jax.core.hashing import content_hash, hash_array, hash_arrays
+from nnx_jax.core.hashing import content_hash, hash_arrays
 from nnx_jax.core.operator import Operator
 from nnx_jax.data.dtypes import Columns, settle_columns
 
@@ -152,8 +152,8 @@ class InMemoryDataset(TrainingDataset):
     def content_hash(self) -> str:
         """Return 64 hex digits of the columns and the class count; independent of memory order and of the file."""
         if "hash" not in self._kept:
-            rows = {name: hash_array(column) for name, column in self._loaded().items()}
-            self._kept["hash"] = content_hash({"columns": rows, "n_classes": self.info.get("n_classes")})
+            columns = self._kept.get("digest") or hash_arrays(self._loaded())
+            self._kept["hash"] = content_hash({"columns": columns, "n_classes": self.info.get("n_classes")})
         return self._kept["hash"]
 
 

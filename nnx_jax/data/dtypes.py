@@ -35,6 +35,8 @@ def settle(name: str, value: object, where: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:  # numpy refuses ragged nested lists
         raise DataError(f"{where}: column {name!r} cannot be an array: {error}") from error
+    if not array.dtype.isnative:  # a file of another byte order
+        array = array.astype(array.dtype.newbyteorder("="))
     kind = array.dtype.kind
     if array.dtype in (np.float32, np.int32):
         return array

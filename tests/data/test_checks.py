@@ -42,6 +42,11 @@ def test_large_uint8_values_arrive_unchanged() -> None:
     assert ArrayDataset(images).take(np.array([0]))["x"].tolist() == [[250, 10]]
 
 
+def test_another_byte_order_becomes_the_native_one() -> None:
+    assert settle("x", np.array([1.5], ">f4"), "data").dtype.isnative
+    assert settle("x", np.array([1, 300], ">u2"), "data").tolist() == [1, 300]
+
+
 def test_bfloat16_stays() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert settle("x", np.ones(2, ml_dtypes.bfloat16), "data").dtype == ml_dtypes.bfloat16

@@ -13,9 +13,9 @@ from nnx_jax.data import DigitsDataset
 from nnx_jax.data.digits import SPLIT_ROWS, split_rows
 
 GOLDEN = {
-    "train": "f2860f8042a3d265f2ad30e8058db8b47a903c047ccfe853ce75183dca609178",
-    "val": "30ebfca8b47c80f4f8d38198d8b06f18aad297490e272d5e1ecfc948e41487fc",
-    "test": "633e97983a8ed30d12872b602eaa6cddf0e3ed1f69e6c740aeccadcab03c7246",
+    "train": "86090d388af38d0af5849c3abfaf0863be44f9d9104dad369d252e56544835c8",
+    "val": "d879ea41b44fcc24c17cfa877a36598c4bdf0362f6df079a242e0708e9b41494",
+    "test": "df37ada457d8c9f1a3dc5a9ee0ebd1b2fa0e0e426a67b3cb527c6089cf48ba8c",
 }
 
 
