@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -107,19 +106,16 @@ def _score(root: Path, run_id: str) -> float | None:
 
 
 def _point(root: Path, run_id: str) -> None:
-    """Replace the link in one step; where the file system has no links, a small text file takes its place."""
-    temporary = root / f".{_LINK}.{secrets.token_hex(6)}"
+    """Set the link; where the file system has no links, a small text file takes its place.
+
+    The guard is held. A reader (or a kill) in between finds no link, never a wrong one; the next election sets it.
+    """
+    _remove(root)
     try:
-        os.symlink(run_id, temporary, target_is_directory=True)
-    except (OSError, NotImplementedError):
+        os.symlink(run_id, root / _LINK, target_is_directory=True)
+        fsio.sync_dir(root)
+    except (PermissionError, NotImplementedError):
         fsio.atomic_write(root / _LINK, run_id.encode() + b"\n")
-        return
-    try:
-        os.replace(temporary, root / _LINK)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsio.sync_dir(root)
 
 
 def _remove(root: Path) -> None:

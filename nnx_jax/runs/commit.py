@@ -279,8 +279,14 @@ class Committer:
     def _undo(self, partial: Path, error: BaseException) -> None:
         """Put history and directory back to the standing LAST; trouble here is noted on the first error.
 
-        The emptied partial directory stays until the next successful commit, so that its number is not used again.
+        A writer that lost its lease touches no file any more: they are its successor's. The emptied partial directory
+        stays until the next successful commit, so that its number is not used again.
         """
+        try:
+            self._check_ownership()
+        except (OSError, NnxError):
+            self._history.rollback(on_disk=False)
+            return
         try:
             self._history.rollback()
         except (OSError, NnxError) as trouble:

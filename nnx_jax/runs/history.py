@@ -120,12 +120,17 @@ class History:
         with self._mutex:
             self._base, self._unsettled = self._end, []
 
-    def rollback(self) -> None:
-        """Cut the file back to what LAST covers; the rows cut off wait in the buffer for the next flush."""
+    def rollback(self, *, on_disk: bool = True) -> None:
+        """Cut the file back to what LAST covers; the rows cut off wait in the buffer for the next flush.
+
+        With `on_disk=False` the file is left alone: it belongs to another writer now.
+        """
         with self._mutex:
             self._buffer = [*self._unsettled, *self._buffer]
             self._unsettled = []
             self._end = self._base
+            if not on_disk:
+                return
             data = read_prefix(self.path, self._base)
             self._hash = hashlib.sha256(data)
             if self.path.stat().st_size != self._base.bytes:

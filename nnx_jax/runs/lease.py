@@ -282,6 +282,8 @@ def _write_owner(paths: RunPaths, owner: Owner) -> None:
 
 
 def _open(path: Path) -> int:
+    if path.is_symlink():
+        raise UnsafePathError(f"{path} is a symbolic link; remove it")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, fsio.FILE_MODE)
     _open_locks.add(fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -291,11 +293,12 @@ def _open(path: Path) -> int:
 
 
 def _new_lock_file(path: Path) -> int:
-    """Put a fresh, already locked file in the place of a lock nobody alive holds."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    fd = _open(temporary)
-    _lock(fd)
-    os.replace(temporary, path)
+    """Put a fresh, locked file in the place of a lock nobody alive holds; the admission lock keeps others out."""
+    path.unlink(missing_ok=True)
+    fd = _open(path)
+    if not _lock(fd):
+        _close(fd)
+        raise LeaseHeldError(f"{path} was locked by another process at the moment it was renewed; try again")
     return fd
 
 

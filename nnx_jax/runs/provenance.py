@@ -49,8 +49,10 @@ class ResumeStatus:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ResumeStatus:
-        fields: dict[str, Any] = dict(state)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        fields: dict[str, Any] = {**state}
+        for key in ("restored_components", "fresh_components"):
+            fields[key] = tuple(fields.get(key, ()))
+        return cls(**fields)
 
 
 def collect(resume: ResumeStatus | None = None, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
