@@ -10,7 +10,7 @@ from typing import Any
 from nnx_jax.core.errors import ConfigError, nearest
 
 _NO_DECAY_LEAVES = frozenset({"bias", "scale", "beta", "gamma"})
-_NORM_SEGMENT = re.compile(r"norm|^(ln|bn|gn)(_?\d+|_?[a-z])?$", re.IGNORECASE)
+_NORM_SEGMENT = re.compile(r"norm|^(ln|bn|gn)(_?\d+|_[a-z]+)?$", re.IGNORECASE)
 
 
 def matches(path: str, patterns: str | Iterable[str]) -> bool:

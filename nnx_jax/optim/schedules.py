@@ -102,6 +102,11 @@ class Schedule:
         }
 
 
+def _half_cosine(left: Any, xp: Any) -> Any:
+    """(1 - cos(pi left)) / 2 without its cancellation near 0: 1 where all is left, 0 at the end."""
+    return xp.square(xp.sin(0.5 * math.pi * left))
+
+
 def _constant(s: Schedule, k: Any, xp: Any) -> Any:
     return s.base + 0.0 * k
 
@@ -113,7 +118,7 @@ def _step(s: Schedule, k: Any, xp: Any) -> Any:
 
 def _cosine(s: Schedule, k: Any, xp: Any) -> Any:
     at = k if s.chosen else xp.minimum(k, s.period)
-    return s.min_lr + (s.base - s.min_lr) * (1.0 + xp.cos(math.pi * at / s.period)) / 2.0
+    return s.min_lr + (s.base - s.min_lr) * _half_cosine((s.period - at) / s.period, xp)
 
 
 def _one_cycle(s: Schedule, k: Any, xp: Any) -> Any:
@@ -121,9 +126,9 @@ def _one_cycle(s: Schedule, k: Any, xp: Any) -> Any:
     top, last = _RISE * s.period - 1.0, s.period - 1.0
     k = xp.minimum(k, last)
     rise = k / (top if top > 0 else 1.0)
-    fall = (k - top) / (last - top)
-    up = s.base + (start - s.base) * (1.0 + xp.cos(math.pi * rise)) / 2.0
-    down = end + (s.base - end) * (1.0 + xp.cos(math.pi * fall)) / 2.0
+    left = (last - k) / (last - top)
+    up = s.base + (start - s.base) * _half_cosine(1.0 - rise, xp)
+    down = end + (s.base - end) * _half_cosine(left, xp)
     return xp.where(k <= top, up, down)
 
 
@@ -141,7 +146,7 @@ def _linear_warmup_decay(s: Schedule, k: Any, xp: Any) -> Any:
 
 
 def _warmup_cosine(s: Schedule, k: Any, xp: Any) -> Any:
-    fall = s.min_lr + (s.base - s.min_lr) * (1.0 - xp.cos(math.pi * _warmup_left(s, k, xp))) / 2.0
+    fall = s.min_lr + (s.base - s.min_lr) * _half_cosine(_warmup_left(s, k, xp), xp)
     return xp.where(k < s.warmup, _rise(s, k), fall)
 
 
