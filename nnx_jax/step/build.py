@@ -142,9 +142,7 @@ class StepBody:
         invalid: Any,
     ) -> State:
         """unscale -> divide -> finite check -> clip -> step, kept only if nothing speaks against it; then the row."""
-        grads = self.plan.combine(window.grads, window.den)
-        squares = square_sums(grads)
-        norm = jnp.sqrt(jnp.sum(squares))
+        grads, squares, norm = self.plan.combine(window.grads, window.den)
         leaf = jnp.where(window.fault[2] >= 0, window.fault[2], first_bad(squares))
         bad = (window.fault[0] >= 0) | ~jnp.isfinite(norm)
         micro = jnp.where(window.fault[0] >= 0, window.fault[0], train.counters[state.BATCH] - 1)

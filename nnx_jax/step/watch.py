@@ -21,10 +21,12 @@ class CompileWatch:
     without a trace (another device or sharding) shows in the size of the jitted function's own cache.
 
     Attributes:
-        reports: one line for every unwanted compile.
+        reports: one line for every compile after a program's first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, warn: bool = True) -> None:
+        """Watch; with `warn`, a second compile of a program is also a RecompileWarning."""
+        self._warn = warn
         self.reports: list[str] = []
         self._traces: dict[str, int] = {}
         self._first: dict[str, dict[str, str]] = {}
@@ -73,7 +75,8 @@ class CompileWatch:
         ]
         why = "; ".join(changed) or "the same shapes and dtypes as the first time"
         self.reports.append(f"{name} is compiled again ({self._traces[name]}): {why}")
-        warnings.warn(self.reports[-1], RecompileWarning, stacklevel=2)
+        if self._warn:
+            warnings.warn(self.reports[-1], RecompileWarning, stacklevel=2)
 
 
 def _signature(args: Sequence[Any], names: Sequence[Any]) -> dict[str, str]:

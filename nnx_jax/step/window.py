@@ -78,21 +78,30 @@ class Plan:
         valid = den > 0
         return jnp.where(additive, weights, jnp.where(valid, weights / jnp.where(valid, den, 1.0), 0.0))
 
-    def combine(self, grads: Sequence[Any], den: jax.Array) -> Any:
-        """The window's gradient from its sums: every term divided by its own denominator, then added."""
-        if self.fused:
-            return grads[0]
+    def combine(self, grads: Sequence[Any], den: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        """The window's gradient from its sums: every term divided by its own denominator, then added.
+
+        Returns:
+            The gradient, the sums of squares that show where it is not finite (float32 [leaves]), and its global norm.
+        """
         factors = barrier(self.factors(den))
+        if self.fused or len(self.groups) == 1:
+            # One pass over the undivided sums: what a window without valid targets left behind is looked at, too.
+            squares = square_sums(grads[0])
+            norm = jnp.sqrt(jnp.sum(squares))
+            if self.fused or any(self.additive):
+                return grads[0], squares, norm
+            factor = factors[0]
+            return jax.tree.map(lambda g: g * factor, grads[0]), squares, norm * jnp.abs(factor)
         total: Any = None
         for group, tree in zip(self.groups, grads, strict=True):
-            if self.additive[group[0]]:
-                part = tree
-            else:
+            part = tree
+            if not self.additive[group[0]]:
                 factor = factors[group[0]]
-                # A select, not only a factor 0: whatever a term without valid targets left behind must not count.
-                part = jax.tree.map(lambda g, f=factor: jnp.where(f != 0, g * f, 0.0), tree)
+                part = jax.tree.map(lambda g, f=factor: g * f, tree)
             total = part if total is None else jax.tree.map(jnp.add, total, part)
-        return total
+        squares = square_sums(total)
+        return total, squares, jnp.sqrt(jnp.sum(squares))
 
     def is_empty(self, den: jax.Array) -> jax.Array:
         """bool scalar: every term is normalised and none had a valid target."""
