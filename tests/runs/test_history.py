@@ -177,6 +177,13 @@ def edits() -> st.SearchStrategy[tuple[str, int, int]]:
     return st.tuples(kinds, st.integers(0, 10**6), st.integers(0, 10**6))
 
 
+def outcome(path: Path, extent: Extent) -> list[dict[str, Any]] | str:
+    try:
+        return read_history(path, extent)[1]
+    except HistoryCorruptionError as error:
+        return f"refused {path}" if str(path) in str(error) else str(error)
+
+
 @given(edit=edits())
 def test_damaged_history_is_refused_or_the_committed_rows(
     tmp_path_factory: pytest.TempPathFactory,
@@ -204,12 +211,7 @@ def test_damaged_history_is_refused_or_the_committed_rows(
         data += b"6,0.1\n7,"
     path = tmp_path_factory.mktemp("d8") / "idps.csv"
     path.write_bytes(data)
-    try:
-        _, found = read_history(path, extent)
-    except HistoryCorruptionError as error:
-        assert str(path) in str(error)
-    else:
-        assert found == rows
+    assert outcome(path, extent) in (rows, f"refused {path}")
 
 
 @pytest.mark.parametrize("text", ["a,b\n1\n", "a,b\n1,2,3\n", "a\n1", 'a\n"x', 'a\n"x"y\n', 'a\nx"y\n'])

@@ -132,9 +132,11 @@ def test_a_dead_owners_workers_do_not_keep_the_lease(tmp_path: Path, paths: RunP
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             start = time.monotonic()
-            with pytest.warns(RuntimeWarning, match="taking over"), lease.acquire(paths) as held:
-                held.check()
-                assert held.fencing == 2
+            with pytest.warns(RuntimeWarning, match="taking over"):
+                held = lease.acquire(paths)
+            held.check()
+            assert held.fencing == 2
+            held.release()
             assert time.monotonic() - start < 2.0
         finally:
             with contextlib.suppress(ProcessLookupError):
