@@ -22,16 +22,12 @@ def gather(columns: Batch, rows: jax.Array) -> dict[str, jax.Array]:
         rows: int32 [B], row numbers; -1 is padding.
 
     Returns:
-        The columns' rows [B, ...], zeros where padded, and "mask" float32 [B], 1 for real rows.
+        The columns' rows [B, ...] (padding is a copy of row 0, as in host batches), and "mask" float32 [B], 1 for real
+        rows.
     """
-    valid = rows >= 0
-    index = jnp.where(valid, rows, 0)
-
-    def pick(column: jax.Array) -> jax.Array:
-        taken = jnp.take(column, index, axis=0, mode="clip")
-        return jnp.where(valid.reshape(valid.shape + (1,) * (taken.ndim - 1)), taken, jnp.zeros((), taken.dtype))
-
-    return {**{name: pick(column) for name, column in columns.items()}, "mask": valid.astype(jnp.float32)}
+    index = jnp.maximum(rows, 0)
+    picked = {name: jnp.take(column, index, axis=0, mode="clip") for name, column in columns.items()}
+    return {**picked, "mask": (rows >= 0).astype(jnp.float32)}
 
 
 def take(block: Batch, row: Any) -> dict[str, jax.Array]:
