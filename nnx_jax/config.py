@@ -8,7 +8,7 @@ from typing import Any
 
 import nnx_jax.data  # noqa: F401  # registers the built-in datasets
 from nnx_jax.core.codec import load_yaml_with_lines
-from nnx_jax.core.errors import ConfigError
+from nnx_jax.core.errors import ConfigError, UnsafePathError
 from nnx_jax.core.registry import allow_imports
 from nnx_jax.params.overrides import apply_overrides
 from nnx_jax.params.run import RunSpec
@@ -45,7 +45,7 @@ def load_config(
 def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     try:
         data, lines = load_yaml_with_lines(path, follow=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, UnsafePathError) as error:
+        reason = getattr(error, "strerror", None) or error.args[0]
         raise ConfigError(f"cannot be read ({reason}); give the path of a YAML file", file=os.fspath(path)) from error
     return {} if data is None else data, lines

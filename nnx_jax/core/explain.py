@@ -115,7 +115,8 @@ def _expectation(kind: str, context: Mapping[str, Any], value: Any, message: str
         return f"expected {bound} items"
     expected = _EXPECTED.get(kind, message.replace("Input should", "it should"))
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
-        expected += " (a number or true/false is written without quotes)"
+        none = value.lower() == "none"
+        expected += " (none is written null)" if none else " (numbers, true and false are written without quotes)"
     return expected
 
 
@@ -196,18 +197,18 @@ def split_path(text: str) -> Path:
     return tuple(int(step) if step.isdecimal() else step for step in steps)
 
 
-def element_type(annotation: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return (annotation, metadata) of the items of a tuple or mapping annotation, or None."""
+def element_type(annotation: Any, step: Any = 0) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return (annotation, metadata) of the item at a step: a number into a tuple, a name into a mapping; else None."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return element_type(typing.get_args(annotation)[0])
+        return element_type(typing.get_args(annotation)[0], step)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        found = (element_type(part) for part in typing.get_args(annotation))
+        found = (element_type(part, step) for part in typing.get_args(annotation))
         return next((item for item in found if item is not None), None)
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
-    if origin is tuple and arguments:
+    if origin is tuple and arguments and isinstance(step, int):
         return arguments[0], ()
-    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2:
+    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2 and isinstance(step, str):
         return arguments[1], ()
     return None
 
@@ -231,7 +232,7 @@ def annotation_at(cls: type[BaseModel], data: Any, path: Path) -> tuple[Any, tup
             below = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
             place = (field.annotation, tuple(field.metadata), below)
             continue
-        element = element_type(annotation)
+        element = element_type(annotation, step)
         if element is None:
             return None
         place = (*element, _item(value, step))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nnx_jax.core.errors import nearest
+from nnx_jax.core.errors import DataError, nearest
 from nnx_jax.core.explain import split_path
 from nnx_jax.core.hashing import content_hash
 from nnx_jax.core.registry import OneOf
@@ -156,13 +156,19 @@ class RunSpec(Spec):
         if scheduler.total_steps is None:
             return
         on_updates = scheduler.clock == "optimizer_update"
-        plan = self.planned_updates() if on_updates else self.train.n_epochs
+        plan = self._plan_if_readable() if on_updates else self.train.n_epochs
         if plan is not None and scheduler.total_steps < plan:
             unit = "updates" if on_updates else "epochs"
             yield (
                 "train.scheduler.total_steps",
                 f"got {scheduler.total_steps}, but {plan} {unit} are planned; write {plan} or more, or leave it out",
             )
+
+    def _plan_if_readable(self) -> int | None:
+        try:
+            return self.planned_updates()
+        except (OSError, ImportError, DataError):
+            return None  # reading the data says it better, and does so before the run starts
 
 
 def _direction(metric: Any) -> str | None:

@@ -100,9 +100,7 @@ class SchedulerBuilder(Builder[NNSchedulerParams]):
         """Choose the same rate throughout."""
         return self._choose("constant")
 
-    def step(
-        self, *, step_size: int | None = None, factor: float | None = None, min_lr: float | None = None
-    ) -> Self:
+    def step(self, *, step_size: int | None = None, factor: float | None = None, min_lr: float | None = None) -> Self:
         """Choose a factor every `step_size` ticks."""
         return self._choose("step", step_size=step_size, factor=factor, min_lr=min_lr)
 
