@@ -149,7 +149,7 @@ def test_assigning_and_deleting_are_refused() -> None:
 
 
 def test_stored_lists_and_mappings_refuse_change() -> None:
-    """nnx:B031 nnx:B035: item assignment is a TypeError, also after the caller's own object changed."""
+    """nnx:B031: item assignment is a TypeError, also after the caller's own object changed."""
     given: dict[str, int] = {"a": 1}
     tags = ["x"]
     drawing, circle = Drawing(sizes=given), Circle(tags=tags)

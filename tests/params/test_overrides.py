@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnx_jax.core.errors import ConfigError
+from nnx_jax.params.net import FeedForwardParams
 from nnx_jax.params.overrides import apply_overrides, split_overrides
 from nnx_jax.params.run import RunSpec
 
@@ -92,7 +93,8 @@ def test_command_line_over_file_over_default() -> None:
     assert merged.data is not None
     assert merged.data.shuffle is False
     assert merged.train.seed == 0
-    assert merged.model.net == spec("model.net.kind=feed_forward", base=BASE).model.net
+    assert isinstance(merged.model.net, FeedForwardParams)
+    assert merged.model.net.dropout_prob == 0.0
     assert merged.train.save_phase_checkpoints is False
     assert merged.data.batch_size == 16
     assert merged.data.tail == "pad"
