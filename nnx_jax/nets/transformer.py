@@ -48,6 +48,7 @@ class TransformerLM(nnx.Module):
         init = nnx.initializers.normal(INIT_STD)
         self.context_length = context_length
         self.embed = nnx.Embed(vocab_size, d_model, embedding_init=init, rngs=rngs)
+        self.embed.dtype = None  # type: ignore[assignment]  # Embed would pin float32; follow the weights instead
         learned = position == "learned"
         self.positions = nnx.Param(init(rngs.params(), (context_length, d_model), jnp.float32)) if learned else None
         self.dropout = maybe_dropout(dropout_prob, rngs=rngs)
