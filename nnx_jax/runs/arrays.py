@@ -7,6 +7,7 @@ says, and what the array files say of themselves.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,12 +47,12 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
 class SaveHandle:
     """A save under way. `wait` returns once every file is written (not yet synced), or raises what went wrong."""
 
-    def __init__(self, checkpointer: Any) -> None:
-        self._checkpointer = checkpointer
+    def __init__(self, writer: ArrayWriter, index: Path, index_bytes: bytes) -> None:
+        self._writer, self._index, self._index_bytes = writer, index, index_bytes
 
     def wait(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.wait_until_finished()
+        self._writer.wait()
+        fsio.atomic_write(self._index, self._index_bytes)
 
 
 class ArrayWriter:
@@ -72,21 +73,46 @@ class ArrayWriter:
             CheckpointError: a value is no plain array.
         """
         leaves = describe(arrays)
-        fsio.atomic_write(directory / INDEX, _index_bytes(leaves))
+        handle = SaveHandle(self, directory / INDEX, _index_bytes(leaves))
         items = {
             f"a{number}": np.asarray(arrays[name]) if isinstance(arrays[name], np.generic) else arrays[name]
             for number, name in enumerate(sorted(leaves))
             if leaves[name].nbytes  # Orbax refuses empty arrays; the index alone restores them
         }
         if not items:
-            return SaveHandle(None)
-        ocp = _orbax()
+            return handle
+        self.prepare()
+        try:
+            self._checkpointer.save(directory / STATE, args=_orbax().args.PyTreeSave(items))
+        except BaseException:
+            self._discard()
+            raise
+        return handle
+
+    def prepare(self) -> None:
+        """Import Orbax and start its threads (about a second, once), so that the first save need not."""
         if self._checkpointer is None:
-            self._checkpointer = ocp.AsyncCheckpointer(
-                ocp.PyTreeCheckpointHandler(), async_options=ocp.AsyncOptions(timeout_secs=self._timeout)
-            )
-        self._checkpointer.save(directory / STATE, args=ocp.args.PyTreeSave(items))
-        return SaveHandle(self._checkpointer)
+            ocp = _orbax()
+            # Directories are made before `save` returns: when that fails in the background, Orbax leaves threads that
+            # wait for them until the time limit and keep the process from ending (seen, 600 s).
+            options = ocp.AsyncOptions(timeout_secs=self._timeout, create_directories_asynchronously=False)
+            self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+
+    def wait(self) -> None:
+        """Wait for the save under way; see `SaveHandle`."""
+        if self._checkpointer is None:
+            return
+        try:
+            self._checkpointer.wait_until_finished()
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        """Drop a checkpointer whose save failed: Orbax would raise the old error again at the next save."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        with contextlib.suppress(Exception):  # the first error is on its way already
+            checkpointer.close()
 
     def close(self) -> None:
         """Wait for a save under way and free its threads."""

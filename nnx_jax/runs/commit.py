@@ -66,6 +66,7 @@ class _Pending:
     generation: int
     partial: Path
     extent: Extent
+    host: bytes
     handle: arrays.SaveHandle
 
 
@@ -105,6 +106,10 @@ class Committer:
         """The LAST that stands on disk; its `history.rows` is where records in memory are cut after a failure."""
         return self._last
 
+    def prepare(self) -> None:
+        """Load what the first commit needs, so that it holds the training no longer than the others do."""
+        self._writer.prepare()
+
     @property
     def failed(self) -> bool:
         """A background failure waits to be raised by the next `commit` or `drain`."""
@@ -135,7 +140,6 @@ class Committer:
             self._check_space(needed)
             extent = self._history.flush()
             os.mkdir(partial, fsio.DIR_MODE)
-            fsio.atomic_write(partial / HOST, host)
             handle = self._writer.save(partial, point.arrays)
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -144,7 +148,7 @@ class Committer:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C
             raise self._explain(error, generation) from error
-        pending = _Pending(point, generation, partial, extent, handle)
+        pending = _Pending(point, generation, partial, extent, host, handle)
         self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{generation}")
         self._thread.start()
 
@@ -168,10 +172,9 @@ class Committer:
             fsio.atomic_write(self._paths.artifact, data)
             pointer = self._last.finished(hashlib.sha256(data).hexdigest())
             self._check_ownership()
-            pointers.write_pointer(self._paths, LAST, pointer)
+            self._replace_last(pointer)
         except OSError as error:
             raise CommitError(f"{self._paths.pointer(LAST)}: the run cannot be marked finished: {error}") from error
-        self._last = pointer
         return pointer
 
     def close(self) -> None:
@@ -200,8 +203,9 @@ class Committer:
 
     def _publish(self, pending: _Pending) -> Pointer:
         """Steps 3 and 4: make the generation durable, then LAST."""
-        pending.handle.wait()
         point, number = pending.point, pending.generation
+        pending.handle.wait()
+        fsio.atomic_write(pending.partial / HOST, pending.host)
         fsio.sync_tree(pending.partial)
         files = fsio.digest_tree(pending.partial)
         manifest = Manifest(self._paths.run_id, number, point.epoch, point.step, point.batch, files).to_bytes()
@@ -220,13 +224,17 @@ class Committer:
             score=point.score,
         )
         self._check_ownership()
+        self._replace_last(pointer)
+        return pointer
+
+    def _replace_last(self, pointer: Pointer) -> None:
+        """Write LAST; from the moment it names the new commit, the history it covers stands with it."""
         try:
             pointers.write_pointer(self._paths, LAST, pointer)
-        except fsio.NotDurableError:
-            self._accept(pointer)  # the new LAST stands, so its history must stand with it
+        except fsio.NotDurableError:  # replaced, only not synced
+            self._accept(pointer)
             raise
         self._accept(pointer)
-        return pointer
 
     def _accept(self, pointer: Pointer) -> None:
         self._last = pointer

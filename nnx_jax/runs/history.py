@@ -62,8 +62,9 @@ class History:
         header = format_header(columns)
         if extent is None:
             fsio.atomic_write(path, header)
-            self._base = self._end = Extent(len(header), 0, hashlib.sha256(header).hexdigest())
             self._hash = hashlib.sha256(header)
+            self._base_hash = self._hash.copy()
+            self._base = self._end = Extent(len(header), 0, self._hash.hexdigest())
             return
         data = read_prefix(path, extent)
         if not data.startswith(header):
@@ -76,6 +77,7 @@ class History:
             fsio.truncate(path, extent.bytes)
         self._base = self._end = extent
         self._hash = hashlib.sha256(data)
+        self._base_hash = self._hash.copy()
 
     @property
     def committed(self) -> Extent:
@@ -118,7 +120,7 @@ class History:
     def settle(self) -> None:
         """LAST now covers everything flushed."""
         with self._mutex:
-            self._base, self._unsettled = self._end, []
+            self._base, self._base_hash, self._unsettled = self._end, self._hash.copy(), []
 
     def rollback(self, *, on_disk: bool = True) -> None:
         """Cut the file back to what LAST covers; the rows cut off wait in the buffer for the next flush.
@@ -128,12 +130,8 @@ class History:
         with self._mutex:
             self._buffer = [*self._unsettled, *self._buffer]
             self._unsettled = []
-            self._end = self._base
-            if not on_disk:
-                return
-            data = read_prefix(self.path, self._base)
-            self._hash = hashlib.sha256(data)
-            if self.path.stat().st_size != self._base.bytes:
+            self._end, self._hash = self._base, self._base_hash.copy()
+            if on_disk and self.path.stat().st_size != self._base.bytes:
                 fsio.truncate(self.path, self._base.bytes)
 
     def discard(self) -> int:

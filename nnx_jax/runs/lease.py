@@ -69,10 +69,16 @@ class Owner:
 
 
 class Lease:
-    """A held lease. `fencing` is larger than that of every earlier holder; use as a context manager or `release()`."""
+    """A held lease; use as a context manager or `release()` it.
 
-    def __init__(self, paths: RunPaths, fd: int, owner: Owner) -> None:
+    Attributes:
+        fencing: larger than that of every earlier holder.
+        taken_from: whom it was taken over from, "" when it was free.
+    """
+
+    def __init__(self, paths: RunPaths, fd: int, owner: Owner, taken_from: str = "") -> None:
         self._paths, self._fd, self._owner = paths, fd, owner
+        self.taken_from = taken_from
 
     @property
     def fencing(self) -> int:
@@ -138,6 +144,7 @@ def acquire(paths: RunPaths, *, wait_seconds: float = 0.0, force: bool = False, 
         with _admission(paths):
             outcome = _try(paths, force, floor)
         if isinstance(outcome, Lease):
+            _announce(outcome)
             return outcome
         reason, passing = outcome
         limit = max(wait_seconds, _GRACE_SECONDS if passing else 0.0)
@@ -193,15 +200,25 @@ def _try(paths: RunPaths, force: bool, floor: int) -> Lease | tuple[str, bool]:
     if not locked:  # a dead owner's orphan child holds the old file, or the lease is taken by force
         _close(fd)
         fd = _new_lock_file(paths.lease_lock)
-    if owner is not None and state != "free":
-        warnings.warn(f"run {paths.run_id!r}: taking over the lease of {owner.where} ({state})", RuntimeWarning, 4)
     new = _this_process(max(owner.fencing if owner else 0, floor) + 1)
     try:
         _write_owner(paths, new)
     except BaseException:
         _close(fd)
         raise
-    return Lease(paths, fd, new)
+    taken_from = f"{owner.where} ({state})" if owner is not None and state != "free" else ""
+    return Lease(paths, fd, new, taken_from)
+
+
+def _announce(held: Lease) -> None:
+    """Warn of a take-over; a warning turned into an error gives the lease back."""
+    if not held.taken_from:
+        return
+    try:
+        warnings.warn(f"taking over the lease of {held.taken_from}", RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        held.release()
+        raise
 
 
 def _refusal(paths: RunPaths, owner: Owner | None, state: str, locked: bool) -> tuple[str, bool] | None:

@@ -51,7 +51,7 @@ def test_show(root: Path, capsys: Capture) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{RUN_ID}  interrupted  {root / RUN_ID}"
     assert lines[1] == "  LAST         generation 2  epoch 1  step 10  batch 10"
-    assert "    epoch=1  step=10  loss=0.5  note=say \"1\", twice" in lines
+    assert '    epoch=1  step=10  loss=0.5  note=say "1", twice' in lines
     assert "  train:" in lines
     assert main(["show", RUN_ID, "--runs-dir", str(root), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

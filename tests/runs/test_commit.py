@@ -73,8 +73,8 @@ def test_the_order_of_a_commit(store: RunStore, monkeypatch: pytest.MonkeyPatch)
     commit_epoch(store, 1, names=("Q1",), deferred=("snap_e1",))
     assert events == [
         "idps.csv",
-        "host.json",
         "arrays.json",
+        "host.json",
         "sync",
         "checkpoints/generations/2",
         "2.json",

@@ -340,3 +340,14 @@ def test_of_two_that_start_together_one_wins(tmp_path: Path, starts: int) -> Non
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_warning_turned_into_an_error_gives_the_lease_back(paths: RunPaths) -> None:
+    """With warnings as errors a take-over raises, and the next start is not blocked by it."""
+    lease.acquire(paths).release()
+    edit_owner(paths, released=False, pid=os.getpid(), started=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="taking over the lease"):
+            lease.acquire(paths)
+        lease.acquire(paths).release()
