@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,13 @@ def prepare(model: Any, spec: RunSpec) -> Job:
         net_state=None if model.params.net is None else model.params.net.state(),
         freeze=model.frozen_patterns,
     )
+    if engine.accumulate > engine.n_batches:
+        warnings.warn(
+            f"train.optim.accumulate_grad_batches is {engine.accumulate}, an epoch has {engine.n_batches} batches: every "
+            "epoch is one update, divided by what it saw",
+            UserWarning,
+            stacklevel=2,
+        )
     run_id = spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec))
     return Job(spec, engine, clock, run_id)
 
@@ -170,7 +178,8 @@ def fit(
         if store.status == "finished":
             raise RunExistsError(
                 f"run {job.run_id} in {store.paths.root} is finished; load it with NNRun.load, or train another one: "
-                "change the configuration, give a salt, or set train.overwrite_existing"
+                "change the configuration, give a salt, or set train.overwrite_existing",
+                run_id=job.run_id,
             )
         if store.ignored:
             progress.message(f"ignored, no commit stands behind them: {', '.join(store.ignored)}")

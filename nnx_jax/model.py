@@ -310,8 +310,8 @@ def train_spec(spec: RunSpec, *, runs_dir: str | Path = "runs", quiet: bool = Fa
     progress = make_progress(quiet)
     try:
         run = model.train_spec(spec, (), runs_dir, progress)
-    except RunExistsError:
-        run = NNRun.load(prepare(NNModel(params=spec.model), spec).run_id, runs_dir)
+    except RunExistsError as finished:
+        run = NNRun.load(finished.run_id, runs_dir)
         progress.message(f"run {run.id} is finished already; nothing to do (another --salt trains it again)")
     artifact = run.artifact or {}
     return {"run_id": run.id, **artifact, "run_dir": _shown(run.path)}

@@ -23,6 +23,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 # that write the same entry at once are not a case these tests are about.
 CACHE = Path(tempfile.mkdtemp(prefix="nnx-jax-tests-"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # small programs too: many tests compile the same one
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.pop("NNX_JAX_RUNS_DIR", None)
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

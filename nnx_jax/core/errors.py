@@ -81,7 +81,11 @@ class ComponentRestoreError(CheckpointError, ValueError):
 
 
 class RunExistsError(CheckpointError, FileExistsError):
-    """The run is already finished under this id."""
+    """The run is already finished under this id, `run_id`."""
+
+    def __init__(self, message: str, *, run_id: str = "") -> None:
+        self.run_id = run_id
+        super().__init__(message)
 
 
 class LeaseHeldError(CheckpointError):

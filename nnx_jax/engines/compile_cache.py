@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,7 +14,8 @@ def enable_compile_cache() -> None:
 
     `JAX_COMPILATION_CACHE_DIR` names another place; `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
     """
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(base / "nnx_jax" / "xla"))

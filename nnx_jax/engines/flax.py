@@ -209,6 +209,25 @@ class FlaxEngine:
         )
         return state
 
+    def costs(self) -> dict[str, int]:
+        """What one update costs, from the compiled program: counts, FLOPs and bytes; nothing is run."""
+        batch = _specs(self.feed.signature())
+        compiled = {"apply": self.programs.lower("apply", batch).compile()}
+        if self.accumulate > 1:
+            compiled["micro"] = self.programs.lower("micro", batch).compile()
+        flops = {name: int((program.cost_analysis() or {}).get("flops", 0)) for name, program in compiled.items()}
+        memory = compiled["apply"].memory_analysis()
+        sizes = {name: int(value.size) for name, value in {**self.pure.params, **self.pure.frozen}.items()}
+        return {
+            "parameters": sum(sizes.values()),
+            "trainable_parameters": sum(sizes[name] for name in self.pure.params),
+            "updates_per_epoch": -(-self.n_batches // self.accumulate),
+            "flops_per_update": flops["apply"] + (self.accumulate - 1) * flops.get("micro", 0),
+            "state_bytes": int(memory.argument_size_in_bytes),
+            "temporary_bytes": int(memory.temp_size_in_bytes),
+            "peak_bytes": int(memory.argument_size_in_bytes + memory.temp_size_in_bytes),
+        }
+
     # -- building ----------------------------------------------------------------------------------------------
 
     def _epoch_batches(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
@@ -24,7 +25,8 @@ class PureModule:
     """The parts of a module that a step needs: names, leaves, and `forward`.
 
     Args:
-        module: any Flax NNX module called as `module(x)`; it is read, never changed.
+        module: any Flax NNX module called as `module(x)`, or as `module(x, mask=mask)` when its `__call__` has a
+            parameter of that name (float32 [B], 0 on padded rows); it is read, never changed.
         freeze: glob patterns of parameter names that are not trained.
         compute_dtype: dtype of matmuls; parameters of norm layers stay float32.
         mask_rows: batches may hold padded rows, so BatchNorm statistics must leave them out.
@@ -56,6 +58,7 @@ class PureModule:
         self.frozen = {name: value for name, value in named.items() if name in frozen}
         if not self.params:
             raise ModelError("no parameter is left to train: every one is frozen; unfreeze some or add a layer")
+        self._takes_mask = "mask" in inspect.signature(type(module).__call__).parameters
         self._float32 = frozenset(_norm_parameters(module))
         self.batch_norms = [_name(path) for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
 
@@ -76,12 +79,17 @@ class PureModule:
         x = batch["x"]
         if self.compute_dtype != jnp.float32 and jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.compute_dtype)
-        mask = batch.get("mask") if train and self.mask_rows and self.batch_norms else None
-        outputs = _call_masked(module, x, mask)
+        outputs = self._call(module, x, batch.get("mask"), train)
         outputs = jax.tree.map(_to_float32, outputs)
         _, _, _, rest = _split(module)
         _, new_state = _named(rest)
         return outputs, {name: value.astype(self.model_state[name].dtype) for name, value in new_state.items()}
+
+    def _call(self, module: nnx.Module, x: jax.Array, mask: jax.Array | None, train: bool) -> Any:
+        """A module that takes the row mask gets it; of any other, the BatchNorms leave masked rows out."""
+        if self._takes_mask:
+            return module(x, mask=mask)  # pyright: ignore[reportCallIssue]
+        return _call_masked(module, x, mask if train and self.mask_rows and self.batch_norms else None)
 
     def write(self, module: nnx.Module, params: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
         """Put copies of these leaves into `module`, which has this module's structure."""
@@ -135,7 +143,8 @@ def _view(module: nnx.Module, *, train: bool) -> nnx.Module:
 
 
 def _split(module: nnx.Module) -> tuple[Any, Any, Any, Any]:
-    return nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graphdef, params, rng, *rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return graphdef, params, rng, rest[0]
 
 
 def _not_rng(path: Any, variable: Any) -> bool:
@@ -184,14 +193,19 @@ def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     class MaskedBatchNorm(norm):
         def __call__(self, x: jax.Array, *args: Any, mask: jax.Array | None = None, **kwargs: Any) -> jax.Array:
             rows = _ROW_MASK.get()
-            if mask is None and rows is not None:
-                if x.shape[0] != rows.shape[0]:
-                    raise ModelError(
-                        f"BatchNorm sees {x.shape[0]} leading rows but the batch has {rows.shape[0]}, so padded rows "
-                        "cannot be left out; use data.tail: drop, or keep the batch axis first"
-                    )
-                mask = rows.reshape((-1,) + (1,) * (x.ndim - 1)) > 0
-            return super().__call__(x, *args, mask=mask, **kwargs)
+            if mask is not None or rows is None:
+                return super().__call__(x, *args, mask=mask, **kwargs)
+            if x.shape[0] != rows.shape[0]:
+                raise ModelError(
+                    f"BatchNorm sees {x.shape[0]} leading rows but the batch has {rows.shape[0]}, so padded rows "
+                    "cannot be left out; use data.tail: drop, or keep the batch axis first"
+                )
+            some, before = jnp.any(rows > 0), (self.mean[...], self.var[...])
+            real = ((rows > 0) | ~some).reshape((-1,) + (1,) * (x.ndim - 1))
+            outputs = super().__call__(x, *args, mask=real, **kwargs)
+            for variable, old in zip((self.mean, self.var), before, strict=True):
+                variable[...] = jnp.where(some, variable[...], old)  # a batch without a row leaves them as they are
+            return outputs
 
     return MaskedBatchNorm
 

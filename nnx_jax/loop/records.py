@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,9 +71,9 @@ class RecordKeeper:
         epoch, batch = divmod(record.batch, self.n_batches)
         row: dict[str, Any] = {"kind": self.every, "epoch": epoch, "batch": batch, "step": record.step}
         row.update(lr=record.rate, grad_norm=record.grad_norm, skipped=int(record.closed and not record.committed))
-        for name, value in self.summarize(record.sums).items():
-            row[f"train_{name}"] = value
-        row["train_loss"] = record.loss
+        for name, value in {**self.summarize(record.sums), "loss": record.loss}.items():
+            nothing_counted = math.isnan(value) and not any(record.sums[name])
+            row[f"train_{name}"] = None if nothing_counted else value
         return row
 
     def summary(self) -> dict[str, float]:

@@ -137,3 +137,23 @@ def test_written_and_copied_leaves_share_no_buffer() -> None:
     before = np.asarray(module.first.kernel[...])
     jax.jit(lambda leaves: leaves, donate_argnums=0)(copies)
     np.testing.assert_array_equal(module.first.kernel[...], before)
+
+
+def test_a_batch_without_a_real_row_leaves_the_statistics() -> None:
+    pure = PureModule(Net(nnx.Rngs(0)), mask_rows=True)
+    _, state = run(pure, X, mask=[0.0, 0.0, 0.0, 0.0])
+    for name, value in pure.model_state.items():
+        np.testing.assert_array_equal(state[name], value)
+
+
+def test_a_module_that_takes_the_mask_gets_it() -> None:
+    class Masked(nnx.Module):
+        def __init__(self) -> None:
+            self.layer = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+            return self.layer(x) * (1.0 if mask is None else mask[:, None])
+
+    outputs, _ = run(PureModule(Masked()), X, mask=[1.0, 0.0, 1.0, 1.0])
+    assert outputs[1, 0] == 0.0
+    assert np.all(outputs[[0, 2, 3], 0] != 0.0)
