@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnx_jax.params.run import RunSpec
 
-EXIT_CONFIG = 2
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("--print-config", action="store_true", help="print the whole configuration and its run id, and stop")
     add("--schema", action="store_true", help="print the JSON Schema of the configuration, and stop")
     add("--dry-run", action="store_true", help="check and compile; print parameters, FLOPs, memory; do not train")
-    add("--json", action="store_true", help="end with one line of JSON on standard output")
+    add("--json", action="store_true", help="end with one line of JSON on standard output, whatever happens")
     add("--quiet", action="store_true", help="no progress")
     return build
 
@@ -41,51 +43,89 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     args = parser().parse_args(argv)
+    _fill_standard_files()
     from nnx_jax.core.errors import ConfigError, DataError, ModelError, NnxError
+    from nnx_jax.loop.signals import signals_raise
 
+    command = _Command(args)
     try:
-        return _run(args)
+        with signals_raise():
+            return command.run()
     except (ConfigError, DataError, ModelError) as problem:
-        return _fail(problem, EXIT_CONFIG)
-    except NnxError as problem:
-        return _fail(problem, 1)
+        return command.fail("refused", problem, EXIT_CONFIG)
     except KeyboardInterrupt as stopped:
-        return _fail(stopped, getattr(stopped, "exit_code", 130))
+        return command.fail("interrupted", stopped, getattr(stopped, "exit_code", EXIT_INTERRUPTED))
+    except NnxError as problem:
+        return command.fail("failed", problem, EXIT_FAILED)
     except OSError as problem:
-        return _fail(f"{type(problem).__name__}: {problem}", 1)
+        return command.fail("failed", f"{type(problem).__name__}: {problem}", EXIT_FAILED)
 
 
-def _fail(problem: object, code: int) -> int:
-    print(f"nnx_jax.train: {problem}", file=sys.stderr, flush=True)
-    return code
+class _Command:
+    """One call of the command; remembers the configuration once it is known, for the last line of a failure."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.spec: RunSpec | None = None
 
-def _run(args: argparse.Namespace) -> int:
-    from nnx_jax.core.errors import ConfigError
+    def run(self) -> int:
+        """Do what the options say; return 0."""
+        from nnx_jax.core.errors import ConfigError
 
-    if args.schema:
-        from nnx_jax.params.schema import json_schema
+        args = self.args
+        if args.schema:
+            from nnx_jax.params.schema import json_schema
 
-        print(json.dumps(json_schema(), indent=2))
+            _say(json.dumps(json_schema(), indent=2))
+            return 0
+        if args.config is None:
+            raise ConfigError("--config FILE is needed; see examples/digits.yaml, or --schema for every key")
+        spec = _spec(args)
+        if args.print_config:
+            _say(f"# run id {spec.run_id()}\n{spec.to_yaml()}".rstrip("\n"))
+            return 0
+        from nnx_jax.model import dry_run, train_spec
+
+        if args.dry_run:
+            report = dry_run(spec)
+            _say(json.dumps(report) if args.json else _table(report))
+            return 0
+        _check_source(args)
+        self.spec = spec
+        result = train_spec(spec, runs_dir=args.runs_dir, quiet=args.quiet)
+        if args.json:
+            _say(json.dumps(result))
+        elif not args.quiet:
+            _say(_summary(result))
         return 0
-    if args.config is None:
-        raise ConfigError("--config FILE is needed; see examples/digits.yaml, or --schema for every key")
-    spec = _spec(args)
-    if args.print_config:
-        print(f"# run id {spec.run_id()}\n{spec.to_yaml()}", end="")
-        return 0
-    from nnx_jax.model import dry_run, train_spec
 
-    if args.dry_run:
-        report = dry_run(spec)
-        print(json.dumps(report) if args.json else _table(report))
-        return 0
-    result = train_spec(spec, runs_dir=args.runs_dir, quiet=args.quiet)
-    if args.json:
-        print(json.dumps(result), flush=True)
-    elif not args.quiet:
-        print(_summary(result), flush=True)
-    return 0
+    def fail(self, status: str, problem: object, code: int) -> int:
+        """Say what went wrong on standard error, and with --json what there is of the run; return `code`."""
+        _say(f"nnx_jax.train: {str(problem) or type(problem).__name__}", error=True)
+        if self.args.json:
+            _say(json.dumps({**self._found(), "status": status, "error": str(problem)}))
+        return code
+
+    def _found(self) -> dict[str, Any]:
+        """Return the last line's keys for a run without a result: what its last commit holds."""
+        from nnx_jax.core.errors import NnxError
+        from nnx_jax.runs.run import NNRun
+
+        found: dict[str, Any] = dict.fromkeys(("run_id", "status", "epoch", "step"))
+        found.update(train={}, val={}, test={}, run_dir=None)
+        if self.spec is None:
+            return found
+        with contextlib.suppress(NnxError, OSError):
+            found["run_id"] = self.spec.run_id()
+            run = NNRun.load(found["run_id"], self.args.runs_dir)
+            if run.last is not None:
+                found.update(epoch=run.last.epoch, step=run.last.step, run_dir=os.path.relpath(run.path))
+            rows = [row for row in run.records if row["kind"] in ("epoch", "eval")]
+            for name, value in rows[-1].items() if rows else ():
+                split, _, metric = name.partition("_")
+                if split in ("train", "val") and isinstance(value, int | float) and abs(value) < float("inf"):
+                    found[split][metric] = value
+        return found
 
 
 def _spec(args: argparse.Namespace) -> RunSpec:
@@ -103,6 +143,20 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     return load_config(args.config, overrides)
 
 
+def _check_source(args: argparse.Namespace) -> None:
+    """A misspelled --from is a wrong configuration; a damaged checkpoint is a failure."""
+    if args.source is None:
+        return
+    from nnx_jax.core.errors import ConfigError, nearest
+    from nnx_jax.runs.best import run_ids
+    from nnx_jax.runs.layout import RunPaths
+
+    paths = RunPaths(args.runs_dir, args.source.partition("@")[0])
+    if not paths.run.is_dir():
+        known = nearest(paths.run_id, run_ids(paths.root)) if paths.root.is_dir() else ""
+        raise ConfigError(f"there is no run {paths.run_id!r} in {paths.root}{known}", path="--from")
+
+
 def _table(report: dict[str, Any]) -> str:
     width = max(len(name) for name in report)
     shown = {name: f"{value:,}" if isinstance(value, int) else value for name, value in report.items()}
@@ -110,12 +164,26 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _summary(result: dict[str, Any]) -> str:
+    """Return the result for a person; the last line is the run's directory."""
     parts = [f"run {result['run_id']} {result['status']}: epoch {result['epoch']}, step {result['step']}"]
     for split in ("train", "val", "test"):
-        values = result[split]
+        values = {name: value for name, value in result[split].items() if value is not None}
         if values:
             parts.append(f"  {split:<5} " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    return "\n".join(parts)
+    return "\n".join([*parts, result["run_dir"]])
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    from nnx_jax.loop.progress import say
+
+    say(text, sys.stderr if error else sys.stdout)
+
+
+def _fill_standard_files() -> None:
+    """Occupy closed standard file descriptors, so that no file of the run gets a number that libraries print to."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
+LINE_LENGTH = 200
+"""Longest progress line; messages, which may hold a path, are never cut."""
 SHOWN = ("train_loss", "val_loss", "train_accuracy", "val_accuracy", "val_perplexity")
 
 
@@ -60,6 +64,28 @@ def _short(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) and 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
+def say(text: str, stream: IO[str] | None) -> None:
+    """Print to a stream that may be closed, broken or ASCII only: a reader that left must not end a run."""
+    if stream is None:
+        return  # it was closed before the program began
+    try:
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode("ascii"), file=stream, flush=True)
+    except (OSError, ValueError):
+        if stream in (sys.__stdout__, sys.__stderr__):
+            _give_up(stream)
+
+
+def _give_up(stream: IO[str]) -> None:
+    """Point a broken standard stream at the null device, so that the interpreter's flush at exit succeeds."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
 class PlainProgress:
     """One ASCII line per epoch and per log event, flushed; no carriage return, no escape code."""
 
@@ -77,14 +103,12 @@ class PlainProgress:
     def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None:
         mark = "" if epoch_end else " ..."
         seconds = time.monotonic() - self._since
-        self.message(f"epoch {epoch + 1}/{self._n_epochs}{mark}  step {step}  {describe(values)}  {seconds:.1f} s")
+        text = f"epoch {epoch + 1}/{self._n_epochs}{mark}  step {step}  {describe(values)}"
+        end = f"  {seconds:.1f} s"
+        self.message(text[: LINE_LENGTH - len(end)] + end)
 
     def message(self, text: str) -> None:
-        stream = self.stream or sys.stderr
-        try:
-            print(text.encode("ascii", "replace").decode("ascii"), file=stream, flush=True)
-        except (OSError, ValueError):
-            self.message = lambda text: None  # a closed pipe must never end a run
+        say("".join(char if " " <= char <= "~" else "?" for char in text), self.stream or sys.stderr)
 
     def stop(self) -> None: ...
 
@@ -97,12 +121,13 @@ class BarProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
+        # Names and paths are text: a "[" in them must not be read as markup.
         self._bars = Bars(
-            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("epoch {task.fields[epoch]}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=Console(stderr=True),
             refresh_per_second=4,
         )
@@ -112,7 +137,7 @@ class BarProgress:
     def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
         self._n_epochs, self._n_batches = n_epochs, n_batches
         self._bars.start()
-        self._bars.console.print(f"run {run_id}", highlight=False)
+        self.message(f"run {run_id}")
         self._task = self._bars.add_task("train", total=n_epochs * n_batches, epoch=f"0/{n_epochs}", text="")
 
     def advance(self, epoch: int, batch: int) -> None:
@@ -123,18 +148,20 @@ class BarProgress:
         self._bars.update(self._task, text=describe(values))
 
     def message(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._bars.console.print(text, highlight=False, markup=False)
 
     def stop(self) -> None:
-        self._bars.stop()
+        with contextlib.suppress(OSError):
+            self._bars.stop()
 
 
 def make_progress(quiet: bool = False) -> Progress:
-    """A bar when standard error is a terminal, plain lines otherwise, nothing when quiet."""
+    """A bar when standard error is a terminal that can draw one, plain lines otherwise, nothing when quiet."""
     if quiet:
         return QuietProgress()
     try:
-        terminal = sys.stderr.isatty()
+        terminal = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     except (AttributeError, ValueError):
         terminal = False
     return BarProgress() if terminal else PlainProgress()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -11,19 +13,25 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training stopped on a signal after its last update was committed; `exit_code` is 128 + the signal."""
+    """A signal ended training; `exit_code` is 128 + the signal.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        number: the signal.
+        committed: whether the last finished update was committed, or training was left where it stood.
+    """
+
+    def __init__(self, number: int, *, committed: bool = True) -> None:
         self.signal = signal.Signals(number)
         self.exit_code = 128 + number
-        super().__init__(f"stopped by {self.signal.name}; the last finished update is committed")
+        stands = "the last finished update is committed" if committed else "what was committed before stands"
+        super().__init__(f"stopped by {self.signal.name}; {stands}; the same command continues")
 
 
 class StopRequest:
     """Context that turns the first SIGINT or SIGTERM into a flag.
 
-    Handlers are installed in the main thread only and put back on exit. A second signal restores Python's own
-    handling and raises KeyboardInterrupt where the program stands: LAST is then the commit before.
+    Handlers are installed in the main thread only and put back on exit. A second signal raises Interrupted (a
+    KeyboardInterrupt) where the program stands: LAST is then the commit before.
     """
 
     def __init__(self) -> None:
@@ -36,14 +44,34 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            raise Interrupted(number)
+            raise Interrupted(number, committed=False)
         self.number = number
 
     def __bool__(self) -> bool:
         return self.number is not None
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Raise Interrupted on SIGINT and SIGTERM: outside training too, a command cleans up and exits 130 or 143."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number, committed=False)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, on_signal) for number in CAUGHT}
+    try:
+        yield
+    finally:
+        _put_back(before)
+
+
+def _put_back(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
