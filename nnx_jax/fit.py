@@ -38,12 +38,14 @@ class Job:
 
     Attributes:
         clock: the schedule on the epoch clock; None on the update clock.
+        schedule: the schedule on the update clock; None on the epoch clock.
         run_id: 16 hex digits.
     """
 
     spec: RunSpec
     engine: FlaxEngine
     clock: EpochSchedule | None
+    schedule: Schedule | None
     run_id: str
 
 
@@ -114,7 +116,7 @@ def prepare(model: Any, spec: RunSpec) -> Job:
             stacklevel=2,
         )
     run_id = spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec))
-    return Job(spec, engine, clock, run_id)
+    return Job(spec, engine, clock, schedule, run_id)
 
 
 def make_schedules(spec: RunSpec, batches: int | None) -> tuple[EpochSchedule | None, Schedule | None]:
@@ -165,6 +167,7 @@ def fit(
     job = prepare(model, spec)
     every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
     source = _source_point(spec, runs_dir)
+    _check_reach(job, source)
     columns = history_columns(job.engine.metric_names, validates="val" in job.engine.feeds)
     with RunStore.open(
         runs_dir,
@@ -238,6 +241,19 @@ def _length(spec: RunSpec, source: ResumePoint | None) -> tuple[int | None, int 
     return end, steps
 
 
+def _check_reach(job: Job, source: ResumePoint | None) -> None:
+    """Check a schedule on the update clock up to where a continued run ends, which its own plan does not tell."""
+    if job.schedule is None or source is None or _mode(job.spec, source) != "stateful":
+        return
+    end, steps = _length(job.spec, source)
+    if steps is None and end is not None:
+        window, position = job.engine.accumulate, source.host["position"]
+        left = (end - position["epoch"]) * -(-job.engine.n_batches // window) - -(-position["batch"] // window)
+        steps = source.step + left
+    if steps is not None:
+        job.schedule.check(steps)
+
+
 def _restore(job: Job, state: Any, point: ResumePoint, mode: str, tracker: MonitorTracker) -> tuple[Any, StartPoint]:
     """Put a verified point into the engine; everything is compared before anything is loaded."""
     host, engine = point.host, job.engine
@@ -275,7 +291,7 @@ def _finish(job: Job, store: RunStore, result: LoopResult) -> None:
     artifact = {"status": "finished", "epoch": result.epoch, "step": result.step}
     for split in ("train", "val", "test"):
         head = f"{split}_"
-        found = {name.removeprefix(head): value for name, value in values.items() if name.startswith(head)}
+        found = {name.removeprefix(head): values[name] for name in sorted(values) if name.startswith(head)}
         artifact[split] = {
             name: value if value == value and abs(value) != float("inf") else None for name, value in found.items()
         }
