@@ -271,10 +271,10 @@ def test_attention_is_its_formula() -> None:
 
 
 def test_rotary_keeps_lengths_and_sees_distances() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 1, 6)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 5, 6)), jnp.float32)
     turned = rotate(x)
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
-    same = rotate(jnp.broadcast_to(x[:, :1], x.shape))[0, :, 0]  # one vector at every position
+    same = rotate(jnp.broadcast_to(x[:, :, :1], x.shape))[0, 0]  # one vector at every position
     scores = np.asarray(same @ same.T)
     for distance in range(1, 5):
         np.testing.assert_allclose(np.diag(scores, distance), scores[0, distance], rtol=1e-4, atol=1e-5)
