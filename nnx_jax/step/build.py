@@ -19,7 +19,6 @@ from nnx_jax.step.window import (
     Plan,
     Sums,
     Terms,
-    barrier,
     clip_scale,
     first_bad,
     plan_terms,
@@ -79,7 +78,7 @@ class StepBody:
     def micro(self, carry: State, batch: Any) -> State:
         """Accumulate one microbatch of a window of several; holds no optimizer."""
         train, rows, status = carry
-        seen, model_state, invalid = barrier(self.measure(train, batch))
+        seen, model_state, invalid = self.measure(train, batch)
         window: Sums = train.accum["window"]
         grads = jax.tree.map(jnp.add, window.grads, seen.grads)
         leaf = first_bad(sum(square_sums(tree) for tree in grads))
@@ -100,14 +99,12 @@ class StepBody:
             status = jnp.stack([status[0], halt])
         accum = {**train.accum, "window": added, "last": seen.flat, "invalid": train.accum["invalid"] + invalid}
         model_state = select(live, model_state, train.model_state)
-        return barrier((_replace(train, accum=accum, model_state=model_state, counters=counters), rows, status))
+        return _replace(train, accum=accum, model_state=model_state, counters=counters), rows, status
 
     def apply(self, carry: State, batch: Any) -> State:
-        """The last microbatch of a window and its commit."""
-        if self.accumulate > 1:
-            return self.commit(self.micro(carry, batch))
+        """A window of one microbatch: measured, divided and committed at once."""
         train, rows, status = carry
-        seen, model_state, invalid = barrier(self.measure(train, batch))
+        seen, model_state, invalid = self.measure(train, batch)
         live = status[1] == 0
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
         moved = _replace(train, counters=state.tick(train.counters, batch=live))
@@ -126,7 +123,7 @@ class StepBody:
             accum["invalid"],
         )  # fmt: skip
         clean = open_window(self.plan, self.layout, train.params, train.model_state)
-        return barrier((_replace(train, accum=clean), rows, status))
+        return _replace(train, accum=clean), rows, status
 
     def _close(
         self,
@@ -151,7 +148,6 @@ class StepBody:
         keep = (halt == 0) & ~bad & ~empty
 
         scale = clip_scale(norm, self.clip_norm)
-        keep, scale = barrier((keep, scale))
         clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
         params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
@@ -182,7 +178,7 @@ class StepBody:
             model_state=select(keep, model_state, entry),
             counters=counters,
         )
-        return barrier((closed, records.write(rows, cursor, row), jnp.stack([cursor + 1, halt])))
+        return closed, records.write(rows, cursor, row), jnp.stack([cursor + 1, halt])
 
 
 def open_window(plan: Plan, layout: RecordLayout, params: Any, model_state: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _BATCH_SECONDS = 1e-4
 """Least cost of a microbatch inside a span, whatever it computes: 25 to 75 us were measured."""
 
 _STACK_SECONDS = 5e-3
-"""Host batches are stacked for steps up to this length; beyond it a call costs under 5 % and the copy is not worth it."""
+"""Host batches are stacked for steps up to this length; beyond it the cost of a call is under 5 %."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import numpy as np
 
 from nnx_jax.objectives.terms import check_terms
 from nnx_jax.step import batches, rng
+from nnx_jax.step.loops import Fetch, once, run_rows
 from nnx_jax.step.watch import CompileWatch
-from nnx_jax.step.window import Forward, Terms, barrier
+from nnx_jax.step.window import Forward, Terms
 
 _MAX_IN_FLIGHT = 8
 """Batches handed to the device before the host waits for it: bounds the memory that waiting batches hold."""
@@ -91,17 +92,23 @@ class Evaluator:
         sums = [jnp.asarray(metric.update(outputs, batch), jnp.float32).reshape(-1) for metric in self._metrics]
         rows = jnp.sum(batch["mask"] > 0, dtype=jnp.float32)[None]
         bad = jnp.float32(0) if self._invalid is None else jnp.asarray(self._invalid(outputs, batch), jnp.float32)
-        return barrier(jnp.concatenate([*num, *den, *sums, rows, bad[None]]))
+        return jnp.concatenate([*num, *den, *sums, rows, bad[None]])
 
     def _add(self, params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
-        return _add_pair(sums, self._vector(params, model_state, barrier(batch)))
+        return self._rows(params, model_state, sums, lambda row: batch, jnp.int32(1))
 
     def _loop(self, params: Any, model_state: Any, columns: Any, table: Any, count: Any) -> Any:
-        def one(row: Any, sums: Any) -> Any:
-            return self._add(params, model_state, sums, batches.gather(columns, table[row]))
+        fetch = lambda row: batches.gather(columns, jax.lax.dynamic_index_in_dim(table, row, keepdims=False))  # noqa: E731
+        shape = jax.eval_shape(self._vector, params, model_state, fetch(jnp.int32(0))).shape
+        return self._rows(params, model_state, jnp.zeros((2, *shape), jnp.float32), fetch, count)
 
-        shape = jax.eval_shape(self._vector, params, model_state, batches.gather(columns, table[0])).shape
-        return jax.lax.fori_loop(0, count, one, jnp.zeros((2, *shape), jnp.float32))
+    def _rows(self, params: Any, model_state: Any, sums: Any, fetch: Fetch, count: Any) -> Any:
+        def add(sums: Any, batch: Any) -> Any:
+            return _add_pair(sums, self._vector(params, model_state, batch))
+
+        # A mask is never negative, but XLA cannot know.
+        negative = jnp.any(fetch(jnp.int32(0))["mask"] < 0).astype(jnp.int32)
+        return run_rows(add, fetch, jnp.int32(0), sums, count, once(negative))[1]
 
     def _zeros(self, params: Mapping[str, Any], model_state: Any, batch: Any) -> jax.Array:
         if not self._size:

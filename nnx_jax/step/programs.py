@@ -12,11 +12,11 @@ import numpy as np
 
 from nnx_jax.core.errors import DataError, NonFiniteError, StepError
 from nnx_jax.step import batches, records, state
+from nnx_jax.step.loops import Fetch, once, run_rows
 from nnx_jax.step.records import Records
 from nnx_jax.step.rng import run_key
 from nnx_jax.step.state import TrainState, leaf_paths, match_named, own
 from nnx_jax.step.watch import CompileWatch
-from nnx_jax.step.window import barrier
 
 if TYPE_CHECKING:
     from nnx_jax.step.build import StepBody
@@ -63,8 +63,8 @@ class StepPrograms:
         self._n = len(self.paths)
         names = [*self.paths, "records/rows", "records/status"]
         jit = self.watch.jit
-        self._micro = jit("micro", self._one(body.micro), [names, "batch"], donate_argnums=0)
-        self._apply = jit("apply", self._one(body.apply), [names, "batch"], donate_argnums=0)
+        self._micro = jit("micro", self._one_micro, [names, "batch"], donate_argnums=0)
+        self._apply = jit("apply", self._one_apply, [names, "batch"], donate_argnums=0)
         self._stacked = jit("span_stacked", self._span_stacked, [names, "block", "trip"], donate_argnums=0)
         inputs = [names, "columns", "table", "trip"]
         self._resident = jit("span_resident", self._span_resident, inputs, donate_argnums=0)
@@ -268,9 +268,6 @@ class StepPrograms:
 
     # -- traced
 
-    def _open(self, leaves: list[Any]) -> Any:
-        return barrier(jax.tree.unflatten(self._treedef, leaves))
-
     def _shut(self, carry: Any) -> tuple[list[Any], Any]:
         """Flat leaves, and a token: an output of its own that no later call takes away, to wait on."""
         leaves, treedef = jax.tree.flatten(state.strong(carry))
@@ -278,31 +275,36 @@ class StepPrograms:
             raise StepError(f"the step changed the structure of its state from {self._treedef} to {treedef}")
         return leaves, -carry[2][0]
 
-    def _one(self, body: Any) -> Any:
-        return lambda leaves, batch: self._shut(body(self._open(leaves), barrier(batch)))
+    def _one_micro(self, leaves: list[Any], batch: Any) -> Any:
+        carry = jax.tree.unflatten(self._treedef, leaves)
+        one = once(carry[0].counters[state.RESERVED])
+        return self._shut(run_rows(self._body.micro, lambda row: batch, jnp.int32(0), carry, one, one)[1])
+
+    def _one_apply(self, leaves: list[Any], batch: Any) -> Any:
+        one = once(jax.tree.unflatten(self._treedef, leaves)[0].counters[state.RESERVED])
+        return self._windows(leaves, lambda row: batch, (jnp.int32(0), one, one, one))
 
     def _span_resident(self, leaves: list[Any], columns: Any, table: Any, trip: Any) -> Any:
-        return self._span(leaves, lambda row: batches.gather(columns, table[row]), trip)
+        fetch = lambda row: batches.gather(columns, jax.lax.dynamic_index_in_dim(table, row, keepdims=False))  # noqa: E731
+        return self._windows(leaves, fetch, trip)
 
     def _span_stacked(self, leaves: list[Any], block: Any, trip: Any) -> Any:
-        return self._span(leaves, lambda row: batches.take(block, row), trip)
+        return self._windows(leaves, lambda row: batches.take(block, row), trip)
 
-    def _span(self, leaves: list[Any], fetch: Any, trip: Any) -> Any:
+    def _windows(self, leaves: list[Any], fetch: Fetch, trip: Any) -> Any:
+        """Run windows; `trip` is (first row, windows, length of the first, length of the last)."""
         start, windows, first, last = trip[0], trip[1], trip[2], trip[3]
+        carry = jax.tree.unflatten(self._treedef, leaves)
+        one = once(carry[0].counters[state.RESERVED])
+        if self.accumulate == 1:
+            return self._shut(run_rows(self._body.apply, fetch, start, carry, windows, one)[1])
 
-        def one(row: Any, carry: Any) -> Any:
-            body = self._body.apply if self.accumulate == 1 else self._body.micro
-            return body(barrier(carry), barrier(dict(fetch(row))))
-
-        def window(number: Any, carried: Any) -> Any:
-            row, carry = carried
-            if self.accumulate == 1:
-                return row + 1, one(row, carry)
+        def window(number: Any, state: Any) -> Any:
             length = jnp.where(number == 0, first, jnp.where(number == windows - 1, last, self.accumulate))
-            carry = jax.lax.fori_loop(row, row + length, one, carry)
-            return row + length, self._body.commit(carry)
+            row, carry = run_rows(self._body.micro, fetch, *state, length, one)
+            return row, self._body.commit(carry)
 
-        return self._shut(jax.lax.fori_loop(0, windows, window, (start, self._open(leaves)))[1])
+        return self._shut(jax.lax.fori_loop(jnp.zeros_like(windows), windows, window, (start, carry))[1])
 
 
 def _shaped(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -14,8 +14,8 @@ from nnx_jax.core.errors import StepError
 
 COUNTERS = ("batch", "micro", "step", "epoch_step", "skipped", "nonfinite", "consecutive", "reserved")
 """Places of `TrainState.counters`: microbatches seen, microbatches in the open window, committed updates, those of
-this epoch, skipped windows, those skipped as non-finite, those of them in a row."""
-BATCH, MICRO, STEP, EPOCH_STEP, SKIPPED, NONFINITE, CONSECUTIVE = range(7)
+this epoch, skipped windows, those skipped as non-finite, those of them in a row; the last place is always 0."""
+BATCH, MICRO, STEP, EPOCH_STEP, SKIPPED, NONFINITE, CONSECUTIVE, RESERVED = range(8)
 
 
 @jax.tree_util.register_dataclass
@@ -94,4 +94,4 @@ def match_named(named: Mapping[str, Any], paths: Sequence[str], like: Sequence[A
 @jax.jit
 def own(leaves: list[Any]) -> list[jax.Array]:
     """Fresh copies of arrays: buffers nobody else holds, so that giving them away cannot hurt the owner."""
-    return [jax.lax.optimization_barrier(jnp.copy(leaf)) for leaf in leaves]
+    return [jnp.copy(leaf) for leaf in leaves]

@@ -84,7 +84,7 @@ class Plan:
         Returns:
             The gradient, the sums of squares that show where it is not finite (float32 [leaves]), and its global norm.
         """
-        factors = barrier(self.factors(den))
+        factors = self.factors(den)
         if self.fused or len(self.groups) == 1:
             # One pass over the undivided sums: what a window without valid targets left behind is looked at, too.
             squares = square_sums(grads[0])
@@ -172,15 +172,6 @@ def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array | None:
 def select(keep: jax.Array, new: Any, old: Any) -> Any:
     """`new` where `keep`, else `old`, leaf by leaf: a select, so that what is not kept may hold anything, NaN too."""
     return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
-
-
-def barrier(tree: Any) -> Any:
-    """Stop the compiler from fusing across this line.
-
-    XLA contracts a multiply and an add of one fusion into one rounding. Without a border the microbatch inside a loop
-    and the microbatch of a single call would be fused differently, and their numbers would differ in the last bit.
-    """
-    return jax.lax.optimization_barrier(tree)
 
 
 Forward = Callable[[dict[str, Any], Any, Any, Any, bool], tuple[Any, Any]]
