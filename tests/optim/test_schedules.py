@@ -160,7 +160,7 @@ def test_warmup_cosine_falls_to_its_floor() -> None:
 
 
 def test_unknown_and_misplaced_kinds() -> None:
-    """nnx:B055 - a plateau on the update clock is refused, also where schedules are built."""
+    """A plateau on the update clock is refused where schedules are built as well."""
     with pytest.raises(ConfigError, match="no schedule 'cosin'; did you mean 'cosine'"):
         make_schedule("cosin", 1.0, 3)
     with pytest.raises(ConfigError, match="reduce_on_plateau follows a validation value; write clock: epoch"):
