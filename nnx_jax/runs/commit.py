@@ -26,12 +26,11 @@ from nnx_jax.core import codec, fsio
 from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
 from nnx_jax.runs import arrays, best, pointers, retain
 from nnx_jax.runs.history import Extent, History
-from nnx_jax.runs.layout import BEST, LAST, PARTIAL, RESERVED, RunPaths, check_tag
+from nnx_jax.runs.layout import BEST, HOST, LAST, PARTIAL, RESERVED, RunPaths, check_tag
 from nnx_jax.runs.lease import Lease
 from nnx_jax.runs.manifest import Manifest
 from nnx_jax.runs.pointers import Pointer
 
-HOST = "host.json"
 _SPARE_BYTES = 1024**2
 
 

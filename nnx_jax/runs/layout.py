@@ -12,6 +12,7 @@ LAST, BEST = "LAST", "BEST"
 PHASES = ("FIRST", "Q1", "Q2", "Q3")
 RESERVED = (LAST, BEST, *PHASES)
 PARTIAL, TRASH = ".partial-", ".trash-"
+HOST = "host.json"  # of a generation: the plain values committed with its arrays
 
 _TAKEN_RUN_IDS = ("best",)
 _TAKEN_TAGS = (*RESERVED, "generations", "manifests")

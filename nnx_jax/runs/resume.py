@@ -12,11 +12,10 @@ from nnx_jax.core import codec, fsio
 from nnx_jax.core.errors import NnxError, ResumePointError, nearest
 from nnx_jax.runs import arrays, pointers, retain
 from nnx_jax.runs.best import run_ids
-from nnx_jax.runs.layout import LAST, RunPaths
+from nnx_jax.runs.layout import HOST, LAST, RunPaths
 from nnx_jax.runs.manifest import Manifest, read_manifest, verify_files
 from nnx_jax.runs.pointers import Pointer
 
-HOST = "host.json"
 _ABSENT = object()
 _LIMIT = 64 * 1024**2
 
