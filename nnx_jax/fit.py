@@ -110,8 +110,8 @@ def prepare(model: Any, spec: RunSpec) -> Job:
     )
     if engine.accumulate > engine.n_batches:
         warnings.warn(
-            f"train.optim.accumulate_grad_batches is {engine.accumulate}, an epoch has {engine.n_batches} batches: every "
-            "epoch is one update, divided by what it saw",
+            f"train.optim.accumulate_grad_batches is {engine.accumulate}, an epoch has {engine.n_batches} batches: "
+            "every epoch is one update, divided by what it saw",
             UserWarning,
             stacklevel=2,
         )
@@ -275,6 +275,9 @@ def _restore(job: Job, state: Any, point: ResumePoint, mode: str, tracker: Monit
         components=host["components"],
         monitor=host["monitor"],
         values=restored(host["values"]),
+        rate=host["rate"],
+        seen=host["seen"],
+        stopped=host["stopped"] and point.run_id == job.run_id,
     )
 
 

@@ -13,8 +13,8 @@ from nnx_jax.params.scheduler import NNSchedulerParams
 from nnx_jax.runs.run import NNRun
 from tests.e2e.toys import (
     SAME,
-    Killed,
     KillAt,
+    Killed,
     Slope,
     Target,
     column,
@@ -115,9 +115,7 @@ def test_another_split_of_the_same_batch_makes_as_many_updates(tmp_path: Path) -
     stopped = only_run(tmp_path)
     with pytest.raises(CheckpointError, match="accumulate"):
         fit(tmp_path, Target(), half, data, data={"batch_size": 4}, resume_from_run_id=stopped.id)
-    small = fit(
-        tmp_path, Target(), half, data, accumulate=4, checkpoint={"every_n_steps": 4}, eval_every_n_steps=5
-    )
+    small = fit(tmp_path, Target(), half, data, accumulate=4, checkpoint={"every_n_steps": 4}, eval_every_n_steps=5)
     large = fit(tmp_path, Target(), half, data, data={"batch_size": 4})
     assert small.id == stopped.id
     assert small.last is not None

@@ -87,7 +87,8 @@ def fit(
     test: Any = None,
     callbacks: Sequence[Any] = (),
     checkpoint: dict[str, Any] | None = None,
-    metrics: Sequence[Any] = (),
+    model: dict[str, Any] | None = None,
+    progress: Any = None,
     data: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
     accumulate: int = 1,
@@ -99,13 +100,13 @@ def fit(
     if "max_steps" not in params:
         params.setdefault("n_epochs", 1)
     cut = {"train": train, "val": val, "test": test, "batch_size": 1, "shuffle": False, **(data or {})}
-    return NNModel(params=NNModelParams(metrics=tuple(metrics)), module=module, loss=loss).train(
+    return NNModel(params=NNModelParams(**(model or {})), module=module, loss=loss).train(
         NNTrainParams(optim=NNOptimParams(**settings), scheduler=scheduler, **params),
         callbacks,
         data=None if train is None else NNDataParams(**cut),
         checkpoint=CheckpointParams(**(checkpoint or {})),
         runs_dir=runs,
-        progress=QuietProgress(),
+        progress=progress or QuietProgress(),
     )
 
 
@@ -114,17 +115,21 @@ class Scripted:
 
     Args:
         before: the value a validation before any training would give.
+        marks: the weight after each epoch, where the rate is not 1.
         broken_from: the first epoch whose gradient is NaN.
     """
 
-    def __init__(self, *values: float, before: float = 0.0, broken_from: int = 10**6) -> None:
+    def __init__(
+        self, *values: float, before: float = 0.0, marks: Sequence[float] = (), broken_from: int = 10**6
+    ) -> None:
         self.values, table = values, jnp.asarray([before, *values], jnp.float32)
+        reached = jnp.asarray(marks or range(1, len(values) + 1), jnp.float32) - 1e-3
 
         def scripted(outputs: jax.Array, targets: jax.Array) -> jax.Array:
             w = outputs[:, 0]
-            down = jnp.where(jax.lax.stop_gradient(w) >= broken_from, jnp.nan, -1.0) * w
-            epochs = jnp.clip(jax.lax.stop_gradient(w).astype(jnp.int32), 0, len(values))
-            return jnp.where(targets > 0, table[epochs], down)
+            weight = jax.lax.stop_gradient(w)
+            down = jnp.where(weight >= broken_from, jnp.nan, -1.0) * w
+            return jnp.where(targets > 0, table[jnp.sum(weight[:, None] >= reached, axis=1)], down)
 
         self.loss = scripted
 
