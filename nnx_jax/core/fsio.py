@@ -43,7 +43,7 @@ def _naming(path: PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None or not os.path.isabs(str(error.filename)):
-            error.filename = os.fspath(path)
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 
@@ -400,7 +400,8 @@ def remove_tree(path: PathLike) -> bool:
     trash = path.with_name(f"{TRASH_PREFIX}{path.name[:200]}-{secrets.token_hex(6)}")
     os.rename(path, trash)
     sync_dir(path.parent)
-    shutil.rmtree(trash)
+    with _naming(trash):
+        shutil.rmtree(trash)
     return True
 
 
@@ -412,7 +413,8 @@ def sweep_trash(parent: PathLike) -> list[str]:
         if entry.is_symlink() or not entry.is_dir():
             entry.unlink()
         else:
-            shutil.rmtree(entry)
+            with _naming(entry):
+                shutil.rmtree(entry)
     return names
 
 

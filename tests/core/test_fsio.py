@@ -609,7 +609,7 @@ def test_replace_dir_never_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_remove_tree_goes_through_one_rename(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that dies in the middle leaves trash, never half a generation under its own name."""
     monkeypatch.setattr(fsio.shutil, "rmtree", fail_with(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match=rf"Input/output error: '{tree.parent}/.trash-gen-\w+'"):
         fsio.remove_tree(tree)
     monkeypatch.undo()
     (trash,) = os.listdir(tree.parent)
