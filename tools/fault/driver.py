@@ -1,7 +1,7 @@
 """Runs a scenario once for each fault point, in forked children of a process that has imported everything.
 
-    with Driver("tests/fault/scenario.py:commit") as driver:
-        outcomes = driver.run([Point(root, Fault("kill before", at=3)), ...])
+with Driver("tests/fault/scenario.py:commit") as driver:
+    outcomes = driver.run([Point(root, Fault("kill before", at=3)), ...])
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.fault.build import build
-from tools.fault.ops import Fault, Op, read_log
+from tools.fault.ops import Fault, Op
 
 SERVER = Path(__file__).with_name("server.py")
 

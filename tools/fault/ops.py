@@ -51,7 +51,8 @@ class Op:
 
     Attributes:
         flag: one of FLAGS. error: errno, 0 when it worked. created, truncated: what an open did.
-        offset, asked, done: of a write; `offset` is the new size for a truncate. data: the bytes written, or a link's text.
+        offset, asked, done: of a write; `offset` is the new size for a truncate.
+        data: the bytes written, or a link's text.
     """
 
     op: str

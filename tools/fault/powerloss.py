@@ -105,6 +105,9 @@ class Disk:
         elif op.op in ("unlink", "rmdir"):
             old = self._place(op.path)
             self._change(self.nodes[old[0]].entries[old[1]], old, None)
+        elif op.op == "link":
+            old = self._place(op.path)
+            self._change(self.nodes[old[0]].entries[old[1]], None, self._place(op.path2))
         elif op.op == "mkdir":
             self._change(self._add(Node("dir")), None, self._place(op.path))
         elif op.op == "symlink":
@@ -115,12 +118,10 @@ class Disk:
             elif op.truncated:
                 node = self._node(op.path)
                 node.now, node.emptied = b"", True
-        elif op.op in ("write", "truncate", "fsync"):
+        else:
             number = self.find(op.path)
             if number is not None:  # else an open file without a name any more
                 self._content(op, number)
-        else:
-            raise ValueError(f"the model has no {op.op}")
 
     def _node(self, path: str) -> Node:
         number = self.find(path)
@@ -185,7 +186,7 @@ def remains(node: Node, choice: str) -> bytes:
     """
     if choice in ("old", "full"):
         return node.durable if choice == "old" else node.now
-    kept = b"" if node.emptied else os.path.commonprefix([node.durable, node.now])
+    kept = b"" if node.emptied else _common(node.durable, node.now)
     if len(kept) == len(node.now):
         return node.durable[: (len(node.durable) + len(kept)) // 2] if choice == "half" else node.durable
     added = node.now[len(kept) :]
@@ -194,10 +195,16 @@ def remains(node: Node, choice: str) -> bytes:
     return kept + bytes(len(added)) if kept else b""
 
 
+def _common(a: bytes, b: bytes) -> bytes:
+    length = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:length]
+
+
 @dataclass(frozen=True)
 class Loss:
-    """One state to check. `after` operations of the log had returned when the power went."""
+    """State `number`. `after` operations of the log had returned when the power went."""
 
+    number: int
     after: int
     tree: Tree
     what: str
@@ -227,7 +234,7 @@ def losses(base: Path, ops: Sequence[Op], *, random_per_point: int, seed: int) -
             if digest not in seen:
                 seen.add(digest)
                 names = ",".join(sorted(set(choice.values()))) or "nothing unsynced"
-                yield Loss(after, tree, f"files {names}; {sum(done)} of {n_changes} name changes")
+                yield Loss(len(seen), after, tree, f"files {names}; {sum(done)} of {n_changes} name changes")
 
 
 def explore(
@@ -241,7 +248,7 @@ def explore(
     seed: int = 0,
     stop_at: int | None = None,
 ) -> tuple[int, list[str]]:
-    """Check up to `limit` states, spread evenly over the log; return (states checked, problems with their states).
+    """Check up to `limit` states in random order; return (states checked, problems with their states).
 
     Args:
         base: the tree before the log began, taken as durable. folder: where states are built, each in its own place.
@@ -249,8 +256,7 @@ def explore(
         stop_at: end after this many problems.
     """
     states = list(losses(base, ops, random_per_point=random_per_point, seed=seed))
-    step = max(1.0, len(states) / limit)
-    chosen = [states[int(i * step)] for i in range(min(limit, len(states)))]
+    chosen = random.Random(seed).sample(states, min(limit, len(states)))
     problems: list[str] = []
     for number, loss in enumerate(chosen):
         root = folder / f"loss-{number}"

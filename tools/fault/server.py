@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.fault.ops import Shim  # noqa: E402
+from tools.fault.ops import Shim
 
 
 def load(place: str) -> Callable[[Shim, Any], Any]:
@@ -39,7 +39,8 @@ def run_child(scenario: Callable[[Shim, Any], Any], shim: Shim, request: dict[st
     """Run one request and leave its answer in a file; never returns."""
     out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0), os.dup2(out, 1), os.dup2(out, 2)
+    for source, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
     try:
         answer = {"value": scenario(shim, request["argument"])}
     except BaseException as error:

@@ -308,6 +308,20 @@ ssize_t pwritev(int fd, const struct iovec *pieces, int count, off_t offset) {
 }
 ssize_t pwritev64(int fd, const struct iovec *pieces, int count, off_t offset) { return pwritev(fd, pieces, count, offset); }
 
+/* With flags (RWF_*) the call is refused while armed, as a kernel without them would do. */
+ssize_t pwritev2(int fd, const struct iovec *pieces, int count, off_t offset, int flags) {
+    if (flags && active()) {
+        errno = EOPNOTSUPP;
+        return -1;
+    }
+    REAL(ssize_t, "pwritev2", int, const struct iovec *, int, off_t, int);
+    if (!active()) return real(fd, pieces, count, offset, flags);
+    return offset < 0 ? writev(fd, pieces, count) : pwritev(fd, pieces, count, offset);
+}
+ssize_t pwritev64v2(int fd, const struct iovec *pieces, int count, off_t offset, int flags) {
+    return pwritev2(fd, pieces, count, offset, flags);
+}
+
 /* Copies inside the kernel: counted and failed like writes; the power-loss model refuses a log that holds one. */
 
 static int copies(int fd, char *path) { return active() && path_of_fd(fd, path) && below_root(path); }
