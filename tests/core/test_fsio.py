@@ -9,6 +9,8 @@ import resource
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,12 +199,9 @@ def test_a_kill_strands_a_temporary_that_is_never_reused(tmp_path: Path) -> None
     """nnx:B107 nnx:S32: the stranded `.name.random` does no harm and no later write touches it."""
     file = tmp_path / "LAST"
     fsio.atomic_write(file, b"old")
-    child = os.fork()
-    if child == 0:
-        fsio.os.replace = lambda *a, **k: os._exit(7)  # type: ignore[assignment]
-        fsio.atomic_write(file, b"half-born")
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    code = "import os, sys; from nnx_jax.core import fsio; os.replace = lambda *a, **k: os.kill(os.getpid(), 9); "
+    code += "fsio.atomic_write(sys.argv[1], b'half-born')"
+    assert subprocess.run([sys.executable, "-c", code, str(file)], check=False).returncode == -9
     (stray,) = [name for name in os.listdir(tmp_path) if name != "LAST"]
     assert stray.startswith(".LAST.")
     assert file.read_bytes() == b"old"
