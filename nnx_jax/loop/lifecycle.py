@@ -44,7 +44,12 @@ class EpochClock(Protocol):
 
 @dataclass
 class StartPoint:
-    """Where a session starts: epoch and microbatch, and what a resumed one carries."""
+    """Where a session starts: epoch and microbatch, and what a resumed one carries.
+
+    Attributes:
+        seen: updates up to which host events were done, fewer than `step` when a signal came before them.
+        stopped: a callback had already ended this run.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -54,6 +59,9 @@ class StartPoint:
     monitor: Mapping[str, Any] | None = None
     clock: Mapping[str, Any] | None = None
     values: Mapping[str, float] = field(default_factory=dict)
+    rate: float | None = None
+    seen: int | None = None
+    stopped: bool = False
 
 
 @dataclass
@@ -108,7 +116,10 @@ class Session:
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
         self.read_batch = start.epoch * self.engine.n_batches + start.batch
         self.committed_step = start.step
+        self.seen = start.step if start.seen is None else start.seen
+        """Updates up to which the host events inside epochs (log, evaluation, commit) were done."""
         self.ctx = TrainContext(plan.store.paths.run_id, plan.model, start.epoch, start.step, dict(start.values))
+        self.ctx.should_stop, self.ctx.rate = start.stopped, start.rate
         self.ctx.records, self.ctx.sync = plan.records, lambda: self.engine.trained(self.state)
         self.stop = StopRequest()
 
@@ -125,7 +136,7 @@ class Session:
             try:
                 plan.callbacks.train_begin(ctx)
                 self._restore_components()
-                while not self._finished():
+                while self._pending() or not self._finished():
                     self._epoch()
             except BaseException as failure:
                 error = failure
@@ -143,13 +154,14 @@ class Session:
         if not resumed and self.plan.clock is not None:
             self.state = self.engine.set_rate(self.state, self.plan.clock.rate)
         self.plan.callbacks.epoch_begin(self.ctx)
-        seen = self.step
+        if resumed and self._pending() and self.batch < self.engine.n_batches:
+            self._mid_epoch()
         while self.batch < self.engine.n_batches and not self._finished():
             self._span()
             if self.batch < self.engine.n_batches:
-                seen = self._mid_epoch(seen)
+                self._mid_epoch()
         if self.batch >= self.engine.n_batches:
-            self._end_epoch(seen)
+            self._end_epoch()
 
     def _span(self) -> None:
         target = self.cadence.next_step(self.step)
@@ -195,10 +207,11 @@ class Session:
         self.plan.store.history.append(rows)
         self.plan.records += rows
 
-    def _mid_epoch(self, seen: int) -> int:
-        """Host events inside an epoch: log, evaluate, commit, in this order. Returns the update count reached."""
+    def _mid_epoch(self) -> None:
+        """Host events inside an epoch: log, evaluate, commit, in this order."""
         self._read()
-        self.ctx.values.update(self.keeper.summary())
+        seen, self.seen = self.seen, self.step
+        self._summarize()
         due = self.cadence.due
         ends = self._finished()
         decision = None
@@ -210,12 +223,12 @@ class Session:
         improved = decision is not None and decision.improved
         if due(self.cadence.commit, seen, self.step) or improved or ends:
             self._commit(best=improved)
-        return self.step
 
-    def _end_epoch(self, seen: int) -> None:
+    def _end_epoch(self) -> None:
         """Validate, decide, tick the epoch clock, call back, commit: the order of the founding document."""
         self._read()
-        self.ctx.values.update(self.keeper.summary())
+        seen, self.seen = self.seen, self.step
+        self._summarize()
         train, checkpoint, epoch = self.plan.spec.train, self.plan.spec.checkpoint, self.epoch
         last = self._last_epoch(epoch)
         by_epoch = (epoch + 1) % (train.eval_every_n_epochs or 1) == 0
@@ -245,6 +258,11 @@ class Session:
             self.plan.store.committer.drain()
             raise Interrupted(self.stop.number or 0)
 
+    def _summarize(self) -> None:
+        """Whole-epoch training values so far; an epoch without an update has none, not the last epoch's."""
+        kept = {name: value for name, value in self.ctx.values.items() if not name.startswith("train_")}
+        self.ctx.values = {**self.keeper.summary(), **kept}
+
     def _validate(self) -> MonitorRecord | None:
         """Score the validation split and take the one decision on it."""
         evaluation = self.engine.evaluate(self.state, "val")
@@ -263,6 +281,10 @@ class Session:
         return row
 
     # -- ends --------------------------------------------------------------------------------------------------
+
+    def _pending(self) -> bool:
+        """A signal came at this very update, before what was due at it was done."""
+        return self.seen < self.step
 
     def _finished(self) -> bool:
         if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
@@ -305,8 +327,11 @@ class Session:
         host = {
             "position": {"epoch": self.epoch, "batch": self.batch, "data": snapshot.position},
             "step": self.step,
+            "seen": self.seen,
+            "stopped": self.ctx.should_stop,
             "totals": storable(self.keeper.epoch.totals),
             "values": storable(self.ctx.values),
+            "rate": self.ctx.rate,
             "clock": clock.state() if clock is not None else None,
             "monitor": self.plan.tracker.state(),
             "decision": storable(as_dict(self.ctx.decision)) if self.ctx.decision else None,
@@ -337,7 +362,7 @@ class Session:
         """End callbacks in reverse, refresh LAST after a clean end, wait for the commit in flight, mask nothing."""
         plan = self.plan
         try:
-            if error is None:
+            if error is None or isinstance(error, Interrupted):
                 self.engine.trained(self.state)
             plan.callbacks.train_end(self.ctx, error)
             if error is None:
