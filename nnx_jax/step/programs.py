@@ -259,8 +259,7 @@ class StepPrograms:
             )
         while len(carry.in_flight) >= self.max_in_flight:
             carry.in_flight.popleft().block_until_ready()
-        leaves, carry.leaves = carry.leaves, []
-        carry.leaves, token = program(leaves, *args)
+        carry.leaves, token = program(carry.leaves, *args)
         carry.in_flight.append(token)
         carry.batch += micros
         carry.unread += rows

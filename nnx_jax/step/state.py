@@ -93,5 +93,5 @@ def match_named(named: Mapping[str, Any], paths: Sequence[str], like: Sequence[A
 
 @jax.jit
 def own(leaves: list[Any]) -> list[jax.Array]:
-    """Fresh copies of arrays: buffers nobody else holds, so that giving them away cannot hurt the owner."""
-    return [jnp.copy(leaf) for leaf in leaves]
+    """Fresh copies of arrays, strongly typed: buffers nobody else holds, so that giving them away hurts no owner."""
+    return strong([jnp.copy(leaf) for leaf in leaves])
