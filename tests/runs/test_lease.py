@@ -351,3 +351,24 @@ def test_a_warning_turned_into_an_error_gives_the_lease_back(paths: RunPaths) ->
         with pytest.raises(RuntimeWarning, match="taking over the lease"):
             lease.acquire(paths)
         lease.acquire(paths).release()
+
+
+def test_a_release_the_disk_refuses_does_not_lock_this_process_out(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record still names this process, but it gave the lease back: a notebook may open the run again."""
+    held = lease.acquire(paths)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            held.release()
+    with pytest.warns(RuntimeWarning, match="dead"):
+        again = lease.acquire(paths)
+    assert again.fencing == held.fencing + 1
+    with pytest.raises(LeaseHeldError, match="this very process has it open"):
+        lease.acquire(paths)
+    again.release()

@@ -98,8 +98,8 @@ def test_killed_while_saving(tmp_path: Path, kills: int) -> None:
     for _ in range(kills):
         process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline and epoch_of(tmp_path) <= reached:
+            deadline = time.monotonic() + 120  # a start imports jax and orbax; on a busy machine that is slow
+            while time.monotonic() < deadline and epoch_of(tmp_path) <= reached and process.poll() is None:
                 time.sleep(0.01)
             time.sleep(float(rng.uniform(0.0, 0.3)))
         finally:
