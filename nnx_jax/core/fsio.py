@@ -43,7 +43,8 @@ def _naming(path: PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None or not os.path.isabs(str(error.filename)):
-            error.filename, error.filename2 = os.fspath(path), None
+            error.filename = os.fspath(path)
+            del error.filename2  # of a rename: the target's bare name; None would be printed
         raise
 
 

@@ -32,6 +32,7 @@ _ADMISSION_SECONDS = 5.0
 _GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _open_locks: set[int] = set()
+_held: set[str] = set()  # tokens of the leases this process holds; a record of ours without one was never given back
 
 
 def _close_in_child() -> None:
@@ -109,6 +110,7 @@ class Lease:
         if self._fd < 0 or os.getpid() != self._owner.pid:
             return
         fd, self._fd = self._fd, -1
+        _held.discard(self._owner.token)  # whatever fails below, this process may open the run again
         try:
             with _admission(self._paths):
                 current = read_owner(self._paths)
@@ -207,6 +209,7 @@ def _try(paths: RunPaths, force: bool, floor: int) -> Lease | tuple[str, bool]:
         _close(fd)
         raise
     taken_from = f"{owner.where} ({state})" if owner is not None and state != "free" else ""
+    _held.add(new.token)
     return Lease(paths, fd, new, taken_from)
 
 
@@ -246,6 +249,8 @@ def _state(owner: Owner) -> str:
         return "dead" if owner.host == socket.gethostname() else "elsewhere"
     if owner.namespace != _namespace():
         return "restarted"
+    if owner.pid == os.getpid() and owner.token not in _held:
+        return "dead"  # of this process, but released while the disk refused to record it
     return "alive" if _started(owner.pid) == owner.started else "dead"
 
 
