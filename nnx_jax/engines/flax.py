@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from nnx_jax.core.errors import DataError, ModelError, NnxError, ResumePointError
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
+from nnx_jax.engines.memory import explain_out_of_memory
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.scoring import Scorer, loss_value, width
 from nnx_jax.loop.engine import Evaluation, Poll, Record, Snapshot, Span
@@ -104,7 +106,9 @@ class FlaxEngine:
             if self.programs.room(state) < self._rows(1):
                 self._early.append(self.programs.read_records(state, check=False))
             count = self._call_size(state, span.n_batches - done)
-            self.batches.run(state, span.epoch, span.first_batch + done, count, closes=done + count == span.n_batches)
+            with self._memory(f"update {state.batch // self.accumulate + 1}", self.feed):
+                first, closes = span.first_batch + done, done + count == span.n_batches
+                self.batches.run(state, span.epoch, first, count, closes=closes)
             done += count
             if poll(done):
                 break
@@ -112,7 +116,8 @@ class FlaxEngine:
 
     def read_records(self, state: Carry) -> tuple[list[Record], Exception | None]:
         """Records since the last call; with the error, and the state before it, when training halted."""
-        found, self._early = [*self._early, self.programs.read_records(state, check=False)], []
+        with self._memory(f"an update before {state.batch // self.accumulate + 1}", self.feed):
+            found, self._early = [*self._early, self.programs.read_records(state, check=False)], []
         records: list[Record] = []
         for rows in found:
             records += self._records(rows)
@@ -122,6 +127,14 @@ class FlaxEngine:
                 self._rewind(state)
                 return records, failure
         return records, None
+
+    def _memory(self, where: str, feed: Any) -> AbstractContextManager[None]:
+        remedy = (
+            "lower data.eval_batch_size"
+            if feed is not self.feed
+            else ("lower data.batch_size and raise train.optim.accumulate_grad_batches: the updates stay the same")
+        )
+        return explain_out_of_memory(where, feed.signature(), remedy)
 
     def _rewind(self, state: Carry) -> None:
         """Put the counters back to the last window before the halt, so that a resume replays the one that failed."""
@@ -142,7 +155,8 @@ class FlaxEngine:
         if feed is None:
             return None
         train = self.programs.state(state)
-        return self.scorer.score({**train.frozen, **train.params}, train.model_state, feed)
+        with self._memory(f"evaluation of {split}", feed):
+            return self.scorer.score({**train.frozen, **train.params}, train.model_state, feed)
 
     def set_rate(self, state: Carry, rate: float) -> Carry:
         """Set the epoch clock's learning rate: one small write to the device."""

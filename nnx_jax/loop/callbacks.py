@@ -48,9 +48,18 @@ class Callback:
 
     A callback with state to continue after a resume gives `component_name`, `component_state()` and
     `load_component_state(state)`.
+
+    Attributes:
+        component_name: name of the state in a generation; None for a callback without state.
+        component_version: schema of the state; a generation with a newer one is refused.
+        component_required: a resume without this state (on either side) is refused, instead of starting it fresh.
+        component_named: the name was chosen by the user, so it must be unique; other names are numbered.
     """
 
     component_name: str | None = None
+    component_version: int = 1
+    component_required: bool = False
+    component_named: bool = False
 
     def on_train_begin(self, ctx: TrainContext) -> None:
         """Called once, before the first epoch of this session."""
@@ -119,7 +128,7 @@ class EarlyStopping(Callback):
         elif min_delta != 0.0 or mode != "min":
             raise ConfigError("EarlyStopping takes min_delta and mode from its MonitorSpec; set them there")
         self.monitor, self.patience = monitor, patience
-        self.component_name = name or "early_stopping"
+        self.component_name, self.component_named = name or "early_stopping", name is not None
         self.wait = 0
         self.stopped_epoch: int | None = None
         self._tracker = MonitorTracker(monitor, monitor.mode or "min") if monitor else None
@@ -250,37 +259,59 @@ class CallbackList:
             raise failures[0]
 
     def components(self) -> dict[str, Callback]:
-        """Callbacks with state, by component name; the second of a name gets ".2"."""
+        """Callbacks with state, by component name; the second of a name nobody chose gets ".2"."""
         named: dict[str, Callback] = {}
         for callback in self.callbacks:
             if callback.component_name is None:
                 continue
             name, count = callback.component_name, 2
             while name in named:
+                if callback.component_named:
+                    raise ConfigError(f"two callbacks are named {name!r}; give each a name of its own")
                 name, count = f"{callback.component_name}.{count}", count + 1
             named[name] = callback
         return named
 
     def state(self) -> dict[str, Any]:
-        """Every component's state, by name."""
-        return {name: callback.component_state() for name, callback in self.components().items()}
+        """Every component's state, version and whether a resume needs it, by name."""
+        return {
+            name: {
+                "version": callback.component_version,
+                "required": callback.component_required,
+                "state": callback.component_state(),
+            }
+            for name, callback in self.components().items()
+        }
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Restore components; callbacks the stored point does not know start fresh.
+        """Restore components, all or none; one that the stored point does not know starts fresh.
 
         Raises:
-            ComponentRestoreError: listing every component whose state does not fit; all are then as before.
+            ComponentRestoreError: listing every problem: a required state missing on either side, a newer version, a
+                state that does not fit. Every component is then as before.
         """
         components = self.components()
+        problems = [
+            f"component {name}: the checkpoint needs it and this run has no such callback"
+            for name, entry in stored.items()
+            if entry["required"] and name not in components
+        ]
         before = {name: callback.component_state() for name, callback in components.items()}
-        problems: list[str] = []
         for name, callback in components.items():
-            if name in stored:
-                try:
-                    callback.load_component_state(stored[name])
-                except (ValueError, KeyError, TypeError) as problem:
-                    problems.append(f"component {name}: {problem}")
+            problems += self._load_one(name, callback, stored.get(name))
         if problems:
             for name, callback in components.items():
                 callback.load_component_state(before[name])
             raise ComponentRestoreError(problems)
+
+    @staticmethod
+    def _load_one(name: str, callback: Callback, entry: Mapping[str, Any] | None) -> list[str]:
+        if entry is None:
+            return [f"component {name}: the checkpoint has no state for it"] if callback.component_required else []
+        if entry["version"] > callback.component_version:
+            return [f"component {name}: stored as version {entry['version']}, known is {callback.component_version}"]
+        try:
+            callback.load_component_state(entry["state"])
+        except (ValueError, KeyError, TypeError) as problem:
+            return [f"component {name}: {problem}"]
+        return []

@@ -221,7 +221,7 @@ def test_early_stopping_stops_at_the_same_epoch_after_a_resume(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="stopped here"):
         fit(tmp_path / "b", callbacks=[EarlyStopping(patience=4), Bomb(epoch=3)], **settings)
     host = NNRun.load(straight.id, tmp_path / "b").checkpoint().host
-    assert host["components"]["early_stopping"]["wait"] == 2  # what epoch 2 decided is in LAST of epoch 2
+    assert host["components"]["early_stopping"]["state"]["wait"] == 2  # what epoch 2 decided is in LAST of epoch 2
     resumed = fit(tmp_path / "b", callbacks=[EarlyStopping(patience=4)], **settings)
     assert_same_run(resumed, straight)
 

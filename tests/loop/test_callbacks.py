@@ -129,18 +129,50 @@ def test_model_checkpoint_tag_must_be_a_file_name() -> None:
         ModelCheckpoint([0], tag="a/b")
 
 
-def test_two_default_components_get_numbers_and_a_wrong_state_changes_nothing() -> None:
-    first, second = EarlyStopping(), EarlyStopping("val_loss")
-    callbacks = CallbackList([first, second])
+def test_names_nobody_chose_are_numbered_and_chosen_ones_are_unique() -> None:
+    """nnx:B135 (there is no list of components to put another object into)"""
+    callbacks = CallbackList([EarlyStopping(), EarlyStopping("val_loss")])
     assert list(callbacks.components()) == ["early_stopping", "early_stopping.2"]
-    first.wait = 1
-    stored = {
-        "early_stopping": {"monitor": None, "wait": 5, "best": None},
-        "early_stopping.2": {"monitor": {}, "wait": 9},
-    }
-    with pytest.raises(ComponentRestoreError, match="early_stopping.2: it watched"):
+    with pytest.raises(ConfigError, match="two callbacks are named 'mine'"):
+        CallbackList([EarlyStopping(name="mine"), EarlyStopping("val_loss", name="mine")]).components()
+
+
+class Counter(Callback):
+    """State with a version that must be there."""
+
+    component_version = 2
+
+    def __init__(self, name: str, *, required: bool = True) -> None:
+        self.component_name, self.component_required, self.count = name, required, 0
+
+    def component_state(self) -> dict:
+        return {"count": self.count}
+
+    def load_component_state(self, state: dict) -> None:
+        if state["count"] < 0:
+            raise ValueError(f"count is {state['count']}")
+        self.count = state["count"]
+
+
+def entry(count: int, *, version: int = 2, required: bool = True) -> dict:
+    return {"version": version, "required": required, "state": {"count": count}}
+
+
+def test_every_problem_of_a_restore_is_told_at_once_and_nothing_is_changed() -> None:
+    """nnx:B131 nnx:B132"""
+    good, absent, newer, broken = (Counter(name) for name in ("good", "absent", "newer", "broken"))
+    good.count = 7
+    callbacks = CallbackList([good, absent, newer, broken])
+    stored = {"good": entry(1), "newer": entry(1, version=3), "broken": entry(-1), "gone": entry(1)}
+    with pytest.raises(ComponentRestoreError, match="component gone") as caught:
         callbacks.load(stored)
-    assert (first.wait, second.wait) == (1, 0)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "component gone", "component absent", "component newer", "component broken",
+    ]  # fmt: skip
+    assert [callback.count for callback in (good, absent, newer, broken)] == [7, 0, 0, 0]
+    callbacks.load({name: entry(4) for name in ("good", "absent", "newer", "broken")})
+    assert [callback.count for callback in (good, absent, newer, broken)] == [4, 4, 4, 4]
+    CallbackList([Counter("other", required=False)]).load({"loose": entry(1, required=False)})
 
 
 def test_a_callback_class_or_another_object_is_refused() -> None:
