@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnx_jax.core.errors import StepError
-from nnx_jax.data.arrays import ArraysDataset
+from nnx_jax.data.arrays import ArrayDataset
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.step import build_step, place_columns, place_table
 from nnx_jax.step.dispatch import BLOCK_BYTES, CALL_SECONDS, choose_dispatch
@@ -20,7 +20,7 @@ Kit = SimpleNamespace
 def feed(width: int, batch: int, **options: Any) -> Feed:
     draw = np.random.default_rng(0)
     columns = {"x": draw.normal(size=(batch * 3 - 1, width)).astype(np.float32), "y": np.zeros(batch * 3 - 1, np.int32)}
-    return Feed(ArraysDataset(columns), batch_size=batch, **options)
+    return Feed(ArrayDataset(columns), batch_size=batch, **options)
 
 
 class NotInMemory(Feed):

@@ -20,7 +20,7 @@ Kit = SimpleNamespace
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
 def test_every_row_counts_once(kit: Kit, rows: int) -> None:
-    """case:L15 (eval): ragged tails padded to one shape; host and device-resident sums equal bit for bit, numpy's agree."""
+    """case:L15 ragged tails padded to one shape; host and device-resident sums are equal, and numpy's agree."""
     params, forward = kit.mlp([3, 4])
     draw = np.random.default_rng(rows)
     x, y = draw.normal(size=(rows, 3)).astype(np.float32), draw.integers(0, 4, rows).astype(np.int32)
