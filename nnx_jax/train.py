@@ -74,6 +74,7 @@ class _Command:
 
         args = self.args
         if args.schema:
+            import nnx_jax.data  # noqa: F401  # registers the built-in datasets
             from nnx_jax.params.schema import json_schema
 
             _say(json.dumps(json_schema(), indent=2))
