@@ -360,21 +360,27 @@ class Session:
 
     def _finalize(self, error: BaseException | None) -> None:
         """End callbacks in reverse, refresh LAST after a clean end, wait for the commit in flight, mask nothing."""
-        plan = self.plan
+        failures: list[Exception] = []
         try:
-            if error is None or isinstance(error, Interrupted):
-                self.engine.trained(self.state)
-            plan.callbacks.train_end(self.ctx, error)
-            if error is None:
-                self.state = self.engine.absorb(self.state)
-                self._commit()
-            plan.store.committer.drain()
-        except Exception as failure:
-            if error is None:
-                raise
-            warnings.warn(f"while stopping: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
+            for end in (self._end_callbacks, lambda _: self.plan.store.committer.drain()):
+                try:
+                    end(error)
+                except Exception as failure:  # whatever a cleanup did, the commit in flight is waited for
+                    failures.append(failure)
         finally:
-            plan.progress.stop()
+            self.plan.progress.stop()
+        for failure in failures if error is not None else failures[1:]:
+            warnings.warn(f"while stopping: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
+        if error is None and failures:
+            raise failures[0]
+
+    def _end_callbacks(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, Interrupted):
+            self.engine.trained(self.state)
+        self.plan.callbacks.train_end(self.ctx, error)
+        if error is None:
+            self.state = self.engine.absorb(self.state)
+            self._commit()
 
 
 def storable(value: Any) -> Any:

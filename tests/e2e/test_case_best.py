@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nnx_jax.core.errors import ComponentRestoreError, ConfigError
 from nnx_jax.loop.callbacks import Callback, EarlyStopping, TrainContext
 from nnx_jax.loop.monitors import MonitorUnavailableError
+from nnx_jax.model import NNModel
 from nnx_jax.optim.epochs import PlateauSchedule
+from nnx_jax.params.model import NNModelParams
 from nnx_jax.params.scheduler import NNSchedulerParams
 from nnx_jax.params.train import MonitorSpec
 from nnx_jax.runs.run import NNRun
+from tests.e2e import helpers
 from tests.e2e.toys import (
+    Batches,
     KillAt,
     Killed,
     Scripted,
+    Slope,
     Target,
     Watch,
     column,
     fit,
     half,
     only_run,
+    slope,
     targets,
     weight,
 )
@@ -188,13 +196,44 @@ def test_nothing_kept_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_monitor_that_nothing_records_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    """case:H13 (with the names that are recorded)"""
+    """case:H13 nnx:B068 nnx:B070 nnx:B071 (with the names that are recorded)"""
     runs = tmp_path / "runs"
     with pytest.raises(ConfigError, match=r"train\.monitor\.metric.*los.*loss"):
         Scripted(0.3).fit(runs, monitor=MonitorSpec(metric="los"))
     with pytest.raises(ConfigError, match=r"train\.monitor\.split.*no validation data"):
         fit(runs, Target(), half, targets(1, 2), monitor=LOWER)
+    with pytest.raises(ValueError, match="cross_entropy.*mse.*legal names: accuracy"):
+        helpers.fit(runs, of=NNModel(helpers.net_params(), NNModelParams(metrics=("mse",))))
     assert not runs.exists()
+
+
+class SomeEpochsBad(Batches):
+    """One batch of T0 an epoch; in the epochs named its gradient is NaN."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad, one = bad, np.ones((1, 1), np.float32)
+        super().__init__([(-one, one)])
+
+    def __iter__(self) -> Iterator[Any]:
+        ((x, y),) = self.batches
+        yield x, -y if self.epochs[-1] in self.bad else y
+
+
+def test_an_epoch_without_a_value_changes_nothing(tmp_path: Path) -> None:
+    """case:H13 nnx:B066 (no update was made in epochs 0 and 2, so they have no training loss: not last epoch's)"""
+    plateau = NNSchedulerParams(kind="reduce_on_plateau", factor=0.5, patience=0, cooldown=0)
+    stopper = EarlyStopping(patience=1)
+    decided = Watch("on_epoch_end", lambda ctx: (ctx.decision.status, stopper.wait))
+    with pytest.warns(RuntimeWarning, match="train_loss is missing") as seen:
+        run = fit(
+            tmp_path, Slope(), slope, None, train_loader=SomeEpochsBad(0, 2), n_epochs=4, nonfinite="skip",
+            monitor=MonitorSpec(split="train"), scheduler=plateau, callbacks=[stopper, decided], **PLAIN,
+        )  # fmt: skip
+    assert len([warning for warning in seen if "missing" in str(warning.message)]) == 1
+    assert decided.seen == [("missing", 0), ("ok", 0), ("missing", 0), ("ok", 0)]
+    assert [run.best.epoch if run.best else None, column(run, "epoch", "improved")] == [3, [0, 1, 0, 1]]
+    assert run.checkpoint().host["clock"]["bad_epochs"] == 0
+    assert weight(run) == pytest.approx([0.2])
 
 
 def test_one_decision_for_best_plateau_and_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
