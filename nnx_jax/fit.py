@@ -167,7 +167,9 @@ def fit(
     job = prepare(model, spec)
     every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
     source = _source_point(spec, runs_dir)
-    _check_reach(job, source)
+    if source is not None:
+        _check_plan(spec, source, runs_dir)
+        _check_reach(job, source)
     columns = history_columns(job.engine.metric_names, validates="val" in job.engine.feeds)
     with RunStore.open(
         runs_dir,
@@ -241,9 +243,31 @@ def _length(spec: RunSpec, source: ResumePoint | None) -> tuple[int | None, int 
     return end, steps
 
 
-def _check_reach(job: Job, source: ResumePoint | None) -> None:
+def _check_plan(spec: RunSpec, source: ResumePoint, runs_dir: str | Path) -> None:
+    """Check that `resume_epochs: planned` continues the very plan of its source.
+
+    Raises:
+        ConfigError: weights only, another length, or a plan that is done.
+    """
+    if spec.train.resume_epochs != "planned":
+        return
+    path = "train.resume_epochs"
+    if _mode(spec, source) == "weights_only":
+        raise ConfigError("'planned' needs the whole state, not weights_only; write additional", path=path)
+    planned = NNRun.load(source.run_id, runs_dir).state.get("train", {})
+    for name in ("n_epochs", "max_steps"):
+        now, then = getattr(spec.train, name), planned.get(name)
+        if now != then:
+            message = f"'planned' needs the length of run {source.run_id}: {name} was {then}, is {now}"
+            raise ConfigError(message, path=path)
+    done = source.host["position"]["epoch"]
+    if (spec.train.n_epochs or done + 1) <= done or (spec.train.max_steps or source.step + 1) <= source.step:
+        raise ConfigError(f"the plan of run {source.run_id} is done at {source.name}; write additional", path=path)
+
+
+def _check_reach(job: Job, source: ResumePoint) -> None:
     """Check a schedule on the update clock up to where a continued run ends, which its own plan does not tell."""
-    if job.schedule is None or source is None or _mode(job.spec, source) != "stateful":
+    if job.schedule is None or _mode(job.spec, source) != "stateful":
         return
     end, steps = _length(job.spec, source)
     if steps is None and end is not None:

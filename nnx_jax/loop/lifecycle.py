@@ -249,6 +249,7 @@ class Session:
             or last
             or improved
             or self.ctx.should_stop
+            or bool(self.stop)
             or bool(self.ctx.deferred)
             or bool(self._phases(epoch))
         )
