@@ -198,7 +198,7 @@ def time_case(name: str, rounds: int | None) -> dict[str, Any]:
                 for side, value in (("trainer", waited - self.since), ("bare", seconds), ("wait", waited - now)):
                     self.times[side].append(value)
             row = next(row for row in reversed(ctx.records) if row["kind"] == "update")
-            self.losses.append((row["loss"], loss))
+            self.losses.append((row["train_loss"], loss))
             self.since = time.perf_counter()
 
         def _landed(self, run_id: str, epoch: int) -> None:
