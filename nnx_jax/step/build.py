@@ -81,7 +81,7 @@ class StepBody:
         seen, model_state, invalid = self.measure(train, batch)
         window: Sums = train.accum["window"]
         grads = jax.tree.map(jnp.add, window.grads, seen.grads)
-        leaf = first_bad(sum(square_sums(tree) for tree in grads))
+        leaf = first_bad(jnp.sum(jnp.stack([square_sums(tree) for tree in grads]), axis=0))
         here = jnp.stack([train.counters[state.BATCH], seen.fault[1], leaf])
         bad = (seen.fault[1] >= 0) | (leaf >= 0)
         fault = jnp.where((window.fault[0] < 0) & bad, here, window.fault)

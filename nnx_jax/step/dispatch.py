@@ -1,4 +1,12 @@
-"""Which way to call the step: one microbatch a call or many, and how many, so that a call stays short."""
+"""Which way to call the step: one microbatch a call or many, and how many, so that a call stays short.
+
+Measured on two busy CPU cores, microseconds of CPU time a microbatch (minima; Adam; bare = a plain `jax.jit` loop):
+
+    net                                bare     one a call   span, stacked   span, device-resident
+    MLP 16-16-16-10, batch 8            172            340              36                      26
+    MLP 64-32-10, batch 32              170            376              65                      43
+    decoder 4 x 256, 16 x 128 tokens  2.08 s        2.10 s               -                  1.91 s
+"""
 
 from __future__ import annotations
 

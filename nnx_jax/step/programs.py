@@ -300,7 +300,7 @@ class StepPrograms:
 
         def window(number: Any, state: Any) -> Any:
             length = jnp.where(number == 0, first, jnp.where(number == windows - 1, last, self.accumulate))
-            row, carry = run_rows(self._body.micro, fetch, *state, length, one)
+            row, carry = run_rows(self._body.micro, fetch, state[0], state[1], length, one)
             return row, self._body.commit(carry)
 
         return self._shut(jax.lax.fori_loop(jnp.zeros_like(windows), windows, window, (start, carry))[1])

@@ -102,10 +102,10 @@ class Watched:
         return self._jitted.lower(*args)
 
 
-def _listen(event: str, _: float, **facts: Any) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     watch = getattr(_CALLS, "watch", None)
     if watch is not None and event == "/jax/core/compile/backend_compile_duration":
-        watch.compiled(str(facts.get("fun_name", "")).removeprefix("jit(").removesuffix(")"))
+        watch.compiled(str(kwargs.get("fun_name", "")).removeprefix("jit(").removesuffix(")"))
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
