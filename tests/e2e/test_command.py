@@ -298,7 +298,7 @@ def test_a_run_ends_with_one_json_line(original: tuple[Path, Done]) -> None:
 
 
 def test_finished_run_is_left_alone(here: Here, original: tuple[Path, Done]) -> None:
-    """case:I13 nnx:B021: the same command again says so and exits 0; the same line of JSON; not one byte changes."""
+    """case:I13: the same command again says so and exits 0; the same line of JSON; not one byte changes."""
     run = the_run(here.folder)
     before = tree(run)
     done = here("--json", "--set", "checkpoint.keep=9")
@@ -322,7 +322,7 @@ def test_quiet_says_nothing(here: Here) -> None:
 
 @pytest.mark.slow
 def test_salt_makes_another_run_of_the_same_numbers_or_not(here: Here) -> None:
-    """nnx:B025: `--salt` is another id and another directory; the salted run can be repeated by the same salt."""
+    """`--salt` is another id and another directory; the salted run can be repeated by the same salt."""
     first = the_run(here.folder)
     done = here("--salt", "second", "--json")
     assert done.code == 0
@@ -355,7 +355,7 @@ def test_other_lengths_are_other_runs(here: Here) -> None:
 def test_from_starts_a_new_run_and_never_writes_to_its_source(
     here: Here, point: str, epoch: int | None, step: int | None
 ) -> None:
-    """nnx:B136 nnx:B118: a continuation has its own directory and names its source, which keeps its bytes."""
+    """nnx:B136: a continuation has its own directory and names its source, which keeps its bytes."""
     source = the_run(here.folder)
     before = tree(source)
     origin = read_point(RunPaths(source.parent, source.name), point.removeprefix("@") or "LAST")
@@ -408,13 +408,13 @@ def test_a_damaged_source_fails(here: Here) -> None:
 
 
 def test_not_finite_is_a_failure(empty: Here) -> None:
-    """nnx:B020: a loss that is not finite: code 1 naming update and microbatch; nothing is left of the first epoch."""
+    """A loss that is not finite: code 1, the update by name, and the finished update before it stays committed."""
     done = empty("--set", "train.optim.max_lr=1e38", "--set", "train.optim.kind=sgd", "--json",
                  "--set", "model.net.norm=none", "--set", "train.optim.grad_clip_norm=none")  # fmt: skip
     assert done.code == 1, done.err
-    assert "update" in done.err
+    assert "update 2, microbatch 1" in done.err
     assert "Traceback" not in done.err
-    assert done.result["status"] == "failed"
+    assert (done.result["status"], done.result["step"]) == ("failed", 1)
 
 
 @pytest.mark.parametrize("where", ["a folder/with spaces", "runs/", "../outside"])
@@ -442,7 +442,7 @@ def test_in_another_directory_from_nothing(here: Here) -> None:
 
 @pytest.mark.slow
 def test_overwriting_is_asked_for(here: Here) -> None:
-    """nnx:B021: only `overwrite_existing` trains a finished run again, to the same bits."""
+    """Only `overwrite_existing` trains a finished run again, to the same bits."""
     run = the_run(here.folder)
     kept = {name: (run / name).read_bytes() for name in ("idps.csv", "artifact.json")}
     marker = (run / "checkpoints" / "LAST").stat().st_ino

@@ -308,11 +308,16 @@ def test_hangup_leaves_a_run_that_continues(here: Here, quiet_run: Path) -> None
 
 
 class Press(Callback):
-    """Presses Ctrl-C at the start of the second epoch."""
+    """Presses Ctrl-C at the start of the second epoch; notes its own end."""
+
+    ended = False
 
     def on_epoch_begin(self, ctx: TrainContext) -> None:
         if ctx.epoch == 1:
             os.kill(os.getpid(), signal.SIGINT)
+
+    def on_train_end(self, ctx: TrainContext) -> None:
+        self.ended = True
 
 
 def test_in_a_notebook(tmp_path: Path) -> None:
@@ -322,9 +327,10 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     """
     before = [signal.getsignal(number) for number in CODES]
     straight = helpers.fit(tmp_path / "a")
-    model = helpers.model()
+    model, press = helpers.model(), Press()
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the last finished update is committed"):
-        helpers.fit(tmp_path / "b", of=model, callbacks=[Press()], checkpoint=CheckpointParams(), dispatch="step")
+        helpers.fit(tmp_path / "b", of=model, callbacks=[press], checkpoint=CheckpointParams(), dispatch="step")
+    assert press.ended
     assert [signal.getsignal(number) for number in CODES] == before
     left = NNRun.load(straight.id, tmp_path / "b")
     assert left.last is not None
