@@ -189,6 +189,7 @@ def fit(
         if store.ignored:
             progress.message(f"ignored, no commit stands behind them: {', '.join(store.ignored)}")
         try:
+            store.committer.prepare()
             result = _loop(model, job, store, source, every, progress)
             _finish(job, store, result)
         except BaseException:

@@ -79,6 +79,16 @@ class TrainingDataset(Operator):
         sample = self.take(np.arange(min(1, len(self))))
         return {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in sample.items()}
 
+    def augment(self, batch: Columns, rng: np.random.Generator) -> Columns:
+        """Return the training batch, changed at random; override it for augmentation. The default changes nothing.
+
+        `rng` is made anew for every batch from the run's data seed, the epoch and the batch's place, so the result is
+        the same on every run, after a resume, and for any number of workers. Draw from it and from nothing else.
+        Evaluation does not augment.
+        """
+        del rng
+        return batch
+
     def arrays(self) -> Columns | None:
         """Return every column whole, or None when the rows are not in memory (nor could be on the device)."""
         return None

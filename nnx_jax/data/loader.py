@@ -38,6 +38,7 @@ class LoaderFeed:
             raise TypeError(f"a loader gives batches when iterated, found {type(loader).__name__}")
         self._loader, self.data_id, self.pad = loader, data_id, pad
         self._size: int | None = None  # rows of the first batch ever seen
+        self._signature: dict[str, ColumnInfo] | None = None
         self._opened: tuple[int, Iterator[Any], Any] | None = None  # the epoch signature() began, with its first item
 
     @property
@@ -63,12 +64,15 @@ class LoaderFeed:
     def signature(self, epoch: int = 0) -> dict[str, ColumnInfo]:
         """Return name -> (shape with the batch axis, dtype) of the first batch.
 
-        This begins `epoch`; `batches(epoch)` goes on with what was begun, so each epoch is iterated once.
+        The first call begins `epoch`; `batches(epoch)` goes on with what was begun, so each epoch is iterated once.
+        Later calls repeat the answer and leave the loader alone: it may be in the middle of an epoch.
         """
-        source, first = self._open(epoch)
-        self._opened = (epoch, source, first)
-        batch = self._batch(first, epoch, 0)
-        return {name: ColumnInfo(value.shape, value.dtype) for name, value in batch.items()}
+        if self._signature is None:
+            source, first = self._open(epoch)
+            self._opened = (epoch, source, first)
+            batch = self._batch(first, epoch, 0)
+            self._signature = {name: ColumnInfo(value.shape, value.dtype) for name, value in batch.items()}
+        return dict(self._signature)
 
     def descriptor(self) -> dict[str, Any]:
         """Return what a stored position depends on (JSON), as far as a loader tells."""

@@ -61,6 +61,7 @@ class Feed:
         prefetch: batches gathered ahead in a thread; 0 gathers when asked.
         workers: processes that gather (spawned, as JAX threads do not survive a fork: a script needs its
             `if __name__ == "__main__"`, and each worker holds a copy of the dataset). 0 is faster for arrays in memory.
+        augment: whether the dataset's `augment` is asked, where it has one.
 
     Every batch is a dict of the dataset's columns [B, ...] and `mask`, float32 [B]: 1 for a row of the data, 0 for
     padding. Padding rows are copies of row 0 of the dataset (real values, so that no net sees something outside its
@@ -80,6 +81,7 @@ class Feed:
         seed: int = 0,
         prefetch: int = 0,
         workers: int = 0,
+        augment: bool = True,
     ) -> None:
         check(dataset, batch_size=batch_size, tail=tail)
         for name, number in {"seed": seed, "prefetch": prefetch, "workers": workers}.items():
@@ -87,11 +89,12 @@ class Feed:
                 raise DataError(f"{name} must be a whole number of 0 or more, found {number!r}")
         self.dataset, self.batch_size, self.tail = dataset, int(batch_size), tail
         self.shuffle, self.seed, self.prefetch, self.workers = shuffle, int(seed), prefetch, workers
+        self.augments = augment and type(dataset).augment is not TrainingDataset.augment
 
     @classmethod
     def evaluation(cls, dataset: TrainingDataset, *, batch_size: int, prefetch: int = 0) -> Feed:
         """Return the feed that scores every row exactly once: row order, last batch padded, whatever training does."""
-        return cls(dataset, batch_size=batch_size, tail="pad", shuffle=False, prefetch=prefetch)
+        return cls(dataset, batch_size=batch_size, tail="pad", shuffle=False, prefetch=prefetch, augment=False)
 
     @property
     def rows(self) -> int:
@@ -117,8 +120,8 @@ class Feed:
         return FeedIterator(self, epoch, start)
 
     def arrays(self) -> Columns | None:
-        """Return the dataset's columns whole, or None when it is not in memory."""
-        whole = self.dataset.arrays()
+        """Return the dataset's columns whole, or None when it is not in memory or its batches are augmented."""
+        whole = None if self.augments else self.dataset.arrays()
         return None if whole is None else _settled(whole, self.dataset)
 
     def signature(self, epoch: int = 0) -> dict[str, ColumnInfo]:
@@ -151,8 +154,9 @@ class _EpochBatches:
     Its repr is the content of the data, never an address: grain compares it (case F15).
     """
 
-    def __init__(self, dataset: TrainingDataset, table: np.ndarray, tail: str) -> None:
-        self._dataset, self._table, self._tail = dataset, table, tail
+    def __init__(self, feed: Feed, epoch: int, table: np.ndarray, first: int) -> None:
+        self._dataset, self._table, self._tail = feed.dataset, table, feed.tail
+        self._augment_from = (feed.seed + epoch, first) if feed.augments else None
 
     def __len__(self) -> int:
         return len(self._table)
@@ -161,7 +165,11 @@ class _EpochBatches:
         rows = self._table[index]
         if self._tail == "keep":
             rows = rows[rows >= 0]
-        batch = _settled(self._dataset.take(np.maximum(rows, 0)), self._dataset)
+        batch = self._dataset.take(np.maximum(rows, 0))
+        if self._augment_from is not None:
+            seed, first = self._augment_from
+            batch = self._dataset.augment(batch, np.random.Generator(np.random.Philox(key=[seed, first + index])))
+        batch = _settled(batch, self._dataset)
         return batch | {MASK: (rows >= 0).astype(np.float32)}
 
     def __repr__(self) -> str:
@@ -188,7 +196,7 @@ class FeedIterator:
         else:
             self._first = 0
         self._epoch, self._delivered = epoch, 0
-        source = _EpochBatches(self._feed.dataset, table, self._feed.tail)
+        source = _EpochBatches(self._feed, epoch, table, self._first)
         self._grain = _grain_iterator(source, self._feed.prefetch, self._feed.workers)
         if not self._feed.workers:
             self._grain.set_state({"next_index": start})

@@ -97,6 +97,7 @@ class Committer:
         self._next = max(retain.take_census(paths).highest, last.generation if last else 0) + 1
         self._writer = arrays.ArrayWriter(timeout_seconds)
         self._thread: threading.Thread | None = None
+        self._loading: threading.Thread | None = None
         self._failure: NnxError | None = None
         self._identity = _identity(paths.run)
 
@@ -106,8 +107,12 @@ class Committer:
         return self._last
 
     def prepare(self) -> None:
-        """Load what the first commit needs, so that it holds the training no longer than the others do."""
-        self._writer.prepare()
+        """Load in the background what the first commit needs, so that it holds the training no longer than later ones.
+
+        A failure here is met again, and raised, by that commit.
+        """
+        self._loading = threading.Thread(target=_quietly, args=(self._writer.prepare,), name="commit-prepare")
+        self._loading.start()
 
     @property
     def failed(self) -> bool:
@@ -153,6 +158,9 @@ class Committer:
 
     def drain(self) -> None:
         """Wait for the commit in flight, and raise what went wrong in the background since the last call."""
+        if self._loading is not None:
+            self._loading.join()
+            self._loading = None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -312,6 +320,11 @@ class Committer:
             )
             failure.__cause__ = error
         return failure
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        work()
 
 
 def _identity(directory: Path) -> tuple[int, int]:

@@ -305,8 +305,17 @@ def test_descriptor_names_what_differs() -> None:
 
 WORKERS = """
 import json
+import jax
 import numpy as np
 from nnx_jax.data import ArrayDataset, Feed
+
+class Augmented(ArrayDataset):
+    def augment(self, batch, rng):
+        return {"x": rng.integers(2**31, size=len(batch["x"])).astype(np.int32)}
+
+def draws(workers, epoch):
+    feed = Feed(Augmented(np.arange(16)), batch_size=4, tail="keep", shuffle=False, workers=workers)
+    return [int(value) for batch in feed.batches(epoch) for value in batch["x"]]
 
 def feed(rows, batch, workers):
     return Feed(ArrayDataset(np.arange(rows)), batch_size=batch, tail="keep", shuffle=False, workers=workers)
@@ -324,18 +333,45 @@ if __name__ == "__main__":
     third_seen = next(third)["x"].tolist()
     for iterator in (first, second, third):
         iterator.close()
-    print(json.dumps({"sizes": sizes, "second": seen, "third": third_seen}))
+    jax.jit(lambda x: x + 1)(1.0).block_until_ready()  # JAX's threads run: workers must not be forked from here
+    drawn = {f"{workers}/{epoch}": draws(workers, epoch) for workers in (0, 4) for epoch in (0, 1)}
+    print(json.dumps({"sizes": sizes, "second": seen, "third": third_seen, "drawn": drawn}))
 """
 
 
 @pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path) -> None:
-    """case:F14 case:F10 case:F05 a plain script with 2 workers: the same batches as without, and exact positions."""
+    """case:F14 case:F10 case:F05 case:F09 case:F16
+
+    A plain script with workers, started after JAX: it ends, and gives the same batches and positions as without.
+    """
     script = tmp_path / "script.py"
     script.write_text(WORKERS)
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300)
     seen = json.loads(result.stdout.splitlines()[-1])
+    drawn = seen["drawn"]
+    assert drawn["0/0"] == drawn["4/0"]
+    assert drawn["0/1"] == drawn["4/1"]
+    assert len({*drawn["0/0"], *drawn["0/1"]}) == 32
     expected = [list(range(16)), list(range(16, 32)), [32, 33]]
     assert seen["sizes"] == {"0": expected, "2": expected}
     assert seen["second"] == [6, 7]
     assert seen["third"] == [8, 9]
+
+
+class Jitter(ArrayDataset):
+    """Adds noise to every training row."""
+
+    def augment(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return batch | {"x": batch["x"] + rng.normal(size=batch["x"].shape).astype(np.float32)}
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_place() -> None:
+    rows = np.zeros((8, 2), np.float32)
+    feed = Feed(Jitter(rows), batch_size=4, tail="pad", shuffle=False, seed=3)
+    first, again = list(feed.batches(0)), list(feed.batches(0, 1))
+    np.testing.assert_array_equal(first[1]["x"], again[0]["x"])  # after a resume at batch 1
+    assert not np.array_equal(first[0]["x"], first[1]["x"])
+    assert not np.array_equal(first[0]["x"], next(feed.batches(1))["x"])
+    assert feed.arrays() is None
+    assert np.array_equal(next(Feed.evaluation(Jitter(rows), batch_size=4).batches(0))["x"], rows[:4])
