@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -171,6 +172,16 @@ def test_an_infinite_norm_is_never_clipped_into_an_update(tmp_path: Path) -> Non
     assert not math.isfinite(column(run, "update", "grad_norm")[0])
     assert weight(run) == pytest.approx([5 - 0.5**0.5] * 2, rel=1e-6)
     assert arrays(run)["opt_state/count"] == 1
+
+
+def test_the_nan_detector_of_jax_finds_the_update_not_a_donated_array(tmp_path: Path) -> None:
+    """case:C12 (run again on donated inputs it would say "Array has been deleted")"""
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="update 3, microbatch 2.*not finite"):
+        fit(tmp_path, Slope(), slope, steps(4, bad=[2]), checkpoint={"every_n_steps": 1}, dispatch="step")
+    run = only_run(tmp_path)
+    assert run.last is not None
+    assert run.last.step == 2
+    assert weight(run) == pytest.approx([0.2])
 
 
 def test_a_nan_validation_is_no_best_and_costs_patience(tmp_path: Path) -> None:
