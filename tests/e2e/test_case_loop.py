@@ -23,6 +23,7 @@ from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.loop.callbacks import Callback, TrainContext
 from nnx_jax.loop.progress import QuietProgress
 from nnx_jax.params.scheduler import NNSchedulerParams
+from nnx_jax.runs.run import NNRun
 from nnx_jax.step.watch import RecompileWarning
 from tests.e2e import helpers
 from tests.e2e.toys import (
@@ -347,26 +348,39 @@ def modes(net: nnx.Module) -> list[Any]:
     ]
 
 
-def test_validation_leaves_training_alone_also_when_it_is_where_a_run_stopped(tmp_path: Path) -> None:
-    """case:E07 case:E08 (dropout and batch norm, 8 updates, scored after every third, stopped inside the second)"""
-    more: dict[str, Any] = {"max_steps": 8, "scheduler": {"kind": "constant"}}
+EIGHT: dict[str, Any] = {"max_steps": 8, "scheduler": {"kind": "constant"}}
+"""8 updates of a net with dropout and batch norm."""
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> NNRun:
+    """Scored after every third update; the modes of the module are the same afterwards."""
     model = helpers.model()
     model.build(helpers.dataset().info, 0)
     before = modes(model.net)
-    scored = helpers.fit(tmp_path / "a", of=model, eval_every_n_steps=3, **more)
+    run = helpers.fit(tmp_path_factory.mktemp("scored"), of=model, eval_every_n_steps=3, **EIGHT)
     assert modes(model.net) == before
-    blind = helpers.fit(tmp_path / "b", data=helpers.data_params(val=None), **more)
+    return run
+
+
+def test_validation_leaves_training_alone(tmp_path: Path, scored: NNRun) -> None:
+    """case:E07 (a net left in its evaluation mode trains on without dropout)"""
+    blind = helpers.fit(tmp_path, data=helpers.data_params(val=None), **EIGHT)
     one, two = helpers.stored(scored), helpers.stored(blind)
     names = [name for name in one if name.startswith(("params/", "model_state/", "opt_state/", "rng"))]
     assert len(names) > 10
     for name in names:
         assert one[name].tobytes() == two[name].tobytes(), name
+
+
+def test_a_run_stopped_inside_a_validation_goes_on_training(tmp_path: Path, scored: NNRun) -> None:
+    """case:E08 (dropout is on in the first update after the resume: every loss is the straight run's)"""
     with pytest.raises(Killed):
-        helpers.fit(tmp_path / "c", eval_every_n_steps=3, callbacks=[KillAt("on_validation", 3)], **more)
-    stopped = only_run(tmp_path / "c")
+        helpers.fit(tmp_path, eval_every_n_steps=3, callbacks=[KillAt("on_validation", 3)], **EIGHT)
+    stopped = only_run(tmp_path)
     assert stopped.last is not None
     assert 0 < stopped.last.step < 8
-    helpers.assert_same_run(scored, helpers.fit(tmp_path / "c", eval_every_n_steps=3, **more))
+    helpers.assert_same_run(scored, helpers.fit(tmp_path, eval_every_n_steps=3, **EIGHT))
 
 
 class Counting(nnx.Module):
