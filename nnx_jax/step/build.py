@@ -21,6 +21,7 @@ from nnx_jax.step.window import (
     Terms,
     clip_scale,
     first_bad,
+    only_if,
     plan_terms,
     select,
     square_sums,
@@ -139,7 +140,7 @@ class StepBody:
         invalid: Any,
     ) -> State:
         """unscale -> divide -> finite check -> clip -> step, kept only if nothing speaks against it; then the row."""
-        grads, squares, norm = self.plan.combine(window.grads, window.den)
+        squares, norm = self.plan.measure(window.grads, window.den)
         leaf = jnp.where(window.fault[2] >= 0, window.fault[2], first_bad(squares))
         bad = (window.fault[0] >= 0) | ~jnp.isfinite(norm)
         micro = jnp.where(window.fault[0] >= 0, window.fault[0], train.counters[state.BATCH] - 1)
@@ -147,11 +148,14 @@ class StepBody:
         empty = self.plan.is_empty(window.den) & ~bad
         keep = (halt == 0) & ~bad & ~empty
 
-        scale = clip_scale(norm, self.clip_norm)
-        clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
-        rate = jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)
+        def update() -> tuple[Any, Any, Any]:
+            grads, scale = self.plan.combine(window.grads, window.den), clip_scale(norm, self.clip_norm)
+            clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
+            params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
+            params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
+            return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)))
+
+        params, opt_state, rate = only_if(keep, update, (train.params, train.opt_state, jnp.float32(0)))
 
         open_ = halt == 0
         before = train.counters[state.CONSECUTIVE]
@@ -169,12 +173,11 @@ class StepBody:
 
         flags = records.CLOSED + jnp.where(keep, records.COMMITTED, 0) + jnp.where(empty, records.EMPTY, 0)
         flags += jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
-        rate = jnp.where(keep, rate, 0.0)
         row = self.layout.row(counters, [flags, halt, invalid, *fault], rate, norm, own, window.flat)
         closed = _replace(
             train,
-            params=select(keep, params, train.params),
-            opt_state=select(keep, opt_state, train.opt_state),
+            params=params,
+            opt_state=opt_state,
             model_state=select(keep, model_state, entry),
             counters=counters,
         )
