@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core.errors import ConfigError, RunExistsError
+from nnx_jax.core.errors import ConfigError, DataError, RunExistsError, nearest
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.compile_cache import enable_compile_cache
 from nnx_jax.engines.flax import WEIGHTS, FlaxEngine
 from nnx_jax.loop.builtin import build_callback
-from nnx_jax.loop.callbacks import Callback, CallbackList
+from nnx_jax.loop.callbacks import Callback, CallbackList, EarlyStopping
 from nnx_jax.loop.lifecycle import LoopPlan, LoopResult, StartPoint, restored, train
 from nnx_jax.loop.monitors import MonitorTracker
 from nnx_jax.loop.progress import Progress
@@ -59,19 +60,28 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
     feeds: dict[str, Feed | LoaderFeed] = {}
     data, train = spec.data, spec.train
     if data is not None:
-        feeds["train"] = Feed(
-            data.train, batch_size=data.batch_size, tail=data.tail, shuffle=data.shuffle, seed=spec.data_seed
-        )
+        order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
+        with _naming_split("train"):
+            feeds["train"] = Feed(data.train, batch_size=data.batch_size, **order)
         for split in ("val", "test"):
             dataset = getattr(data, split)
             if dataset is not None:
-                feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
+                with _naming_split(split):
+                    feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
     for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
         if loader is not None:
             feeds[split] = LoaderFeed(loader, data_id=train.data_id)
     if "train" not in feeds:
         raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
     return feeds
+
+
+@contextmanager
+def _naming_split(split: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.{split}: {error.args[0]}") from error
 
 
 def data_info(feeds: Mapping[str, Feed | LoaderFeed]) -> dict[str, Any]:
@@ -166,6 +176,7 @@ def fit(
     enable_compile_cache()
     job = prepare(model, spec)
     every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
+    _check_monitors(job, every)
     source = _source_point(spec, runs_dir)
     if source is not None:
         _check_plan(spec, source, runs_dir)
@@ -324,6 +335,24 @@ def _finish(job: Job, store: RunStore, result: LoopResult) -> None:
             name: value if value == value and abs(value) != float("inf") else None for name, value in found.items()
         }
     store.finish(artifact)
+
+
+def _check_monitors(job: Job, callbacks: CallbackList) -> None:
+    """Check that every EarlyStopping with a monitor of its own watches a value this run records.
+
+    Raises:
+        ConfigError: with the names there are.
+    """
+    legal = [f"train_{name}" for name in ("loss", *job.engine.metric_names)]
+    if "val" in job.engine.feeds:
+        legal += [name.replace("train_", "val_", 1) for name in legal]
+    for callback in callbacks.callbacks:
+        if isinstance(callback, EarlyStopping) and callback.monitor is not None:
+            name = f"{callback.monitor.split}_{callback.monitor.metric}"
+            if name not in legal:
+                raise ConfigError(
+                    f"EarlyStopping watches '{name}', which this run does not record{nearest(name, legal)}"
+                )
 
 
 def _source_point(spec: RunSpec, runs_dir: str | Path) -> ResumePoint | None:

@@ -16,6 +16,7 @@ from nnx_jax.core.hashing import hash_arrays
 from nnx_jax.data.dataset import TrainingDataset
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
+from nnx_jax.engines.compile_cache import enable_compile_cache
 from nnx_jax.engines.inference import (
     Inference,
     PredictionResult,
@@ -319,6 +320,7 @@ def train_spec(spec: RunSpec, *, runs_dir: str | Path = "runs", quiet: bool = Fa
 
 def dry_run(spec: RunSpec) -> dict[str, Any]:
     """Check, trace and compile one update; return parameters, FLOPs and memory. Nothing is trained or written."""
+    enable_compile_cache()
     job = prepare(NNModel(params=spec.model), spec)
     return {"run_id": job.run_id, **job.engine.costs()}
 

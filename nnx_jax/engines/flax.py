@@ -21,7 +21,7 @@ from nnx_jax.engines.scoring import Scorer, loss_value, width
 from nnx_jax.loop.engine import Evaluation, Poll, Record, Snapshot, Span
 from nnx_jax.objectives.checks import check_targets
 from nnx_jax.objectives.losses import Loss
-from nnx_jax.objectives.metrics import build_metric
+from nnx_jax.objectives.metrics import build_metric, user_metric
 from nnx_jax.optim.build import describe, set_rate
 from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.run import RunSpec
@@ -79,6 +79,7 @@ class FlaxEngine:
         outputs = self._outputs(self.feed)
         self._check_targets(outputs)
         self.metrics = [build_metric(metric, width(outputs), loss=loss) for metric in spec.model.metrics]
+        self.metrics += [user_metric(name, function) for name, function in (train.extra_metrics or {}).items()]
         self.metric_names = tuple(metric.name for metric in self.metrics)
         self.optimizer = build_optimizer(train.optim, schedule, self.pure.params)
         self.programs = self._programs()

@@ -122,7 +122,7 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping.mode must be 'min' or 'max', got {mode!r}")
         if isinstance(monitor, str):
             split, _, metric = monitor.partition("_")
-            if split not in ("train", "val") or not metric:
+            if split not in ("train", "val") or not metric or "." in metric:
                 raise ConfigError(f"EarlyStopping.monitor must look like 'val_loss', got {monitor!r}")
             monitor = MonitorSpec(metric=metric, split=split, mode=mode, min_delta=min_delta)
         elif min_delta != 0.0 or mode != "min":

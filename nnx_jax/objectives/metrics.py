@@ -14,7 +14,7 @@ import numpy as np
 
 from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.objectives.losses import Task, build_loss, pick
-from nnx_jax.objectives.targets import Batch, Items, bernoulli_items, class_items, value_items
+from nnx_jax.objectives.targets import Batch, Items, bernoulli_items, class_items, value_items, weighted_sum
 
 Mode = Literal["min", "max"]
 
@@ -109,6 +109,26 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
         raise ConfigError(reason + nearest(kind, _KINDS[task]))
     metric = _built_in(kind, spec, task, n_outputs, _reader(task, built.ignore_index))
     return replace(metric, name=getattr(spec, "key", metric.name))
+
+
+def user_metric(name: str, fn: Callable[[Any, Batch], Any]) -> Metric:
+    """Wrap a function of the user's: `(outputs, batch) -> [B]` values, one a row; the metric is their mean.
+
+    Raises:
+        ConfigError: when traced, for a result without one value a row.
+    """
+
+    def update(outputs: Any, batch: Batch) -> jax.Array:
+        values = jnp.asarray(fn(outputs, batch), jnp.float32)
+        weight = (batch["mask"] > 0).astype(jnp.float32)
+        if values.shape != weight.shape:
+            raise ConfigError(f"metric '{name}' must give one value a row, shape {weight.shape}, got {values.shape}")
+        return jnp.stack([weighted_sum(values, weight), jnp.sum(weight)])
+
+    def compute(sums: np.ndarray) -> float:
+        return float(sums[0] / sums[1]) if sums[1] else float("nan")
+
+    return Metric(name, 2, None, update, compute)
 
 
 def _users(spec: Any, kind: str) -> Metric:

@@ -18,6 +18,7 @@ from nnx_jax.data import ArrayDataset, Feed
 from nnx_jax.engines.inference import PredictionValidationError, ProbabilitySpec
 from nnx_jax.model import NNModel
 from nnx_jax.params.model import NNModelParams
+from nnx_jax.params.train import MonitorSpec
 from nnx_jax.runs.run import NNRun
 
 from .helpers import data_params, dataset, fit, model, net_params, stored, train_params
@@ -223,6 +224,25 @@ def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
     assert losses[1] < losses[0]
     outputs = NNModel.from_checkpoint(run.id, runs_dir=tmp_path, module=Linear()).predict(ROWS["x"]).logits
     assert outputs.shape == (23, 3)
+
+
+def test_a_metric_of_the_users_own_is_recorded_and_may_be_watched(tmp_path: Path) -> None:
+    """nnx:B043 (as values a row, so that padding and batching never count)"""
+
+    def margin(outputs: Any, batch: Any) -> Any:
+        top = jax.lax.top_k(outputs, 2)[0]
+        return top[:, 0] - top[:, 1]
+
+    net = NNModel(module=Linear())
+    run = fit(
+        tmp_path, of=net, n_epochs=1, extra_metrics={"margin": margin}, monitor=MonitorSpec(metric="margin", mode="max")
+    )
+    last = next(row for row in run.records if row["kind"] == "epoch")
+    top = np.sort(net.predict(dataset(9, seed=1)).logits.astype(np.float64), axis=1)
+    assert last["val_margin"] == pytest.approx(float((top[:, 2] - top[:, 1]).mean()), rel=1e-5)
+    assert last["monitor"] == last["val_margin"]
+    with pytest.raises(ConfigError, match="one value a row"):
+        fit(tmp_path, of=NNModel(module=Linear()), n_epochs=1, salt="x", extra_metrics={"m": lambda o, b: o.mean()})
 
 
 def test_batches_from_a_loader_train_like_the_dataset(tmp_path: Path) -> None:

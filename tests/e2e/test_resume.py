@@ -310,6 +310,8 @@ def test_errors_come_before_the_directory(tmp_path: Path) -> None:
         ({"data": data_params(tail="drop", batch_size=64)}, "64"),
         ({"data": data_params(val=bad_label)}, "label 7 at"),
         ({"net": {"input_dim": 5}}, "input_dim = 5, the data has 4"),
+        ({"callbacks": [EarlyStopping("val_los")]}, "watches 'val_los'.* did you mean 'val_loss'"),
+        ({"callbacks": [EarlyStopping("val_loss")], "data": data_params(val=None)}, "watches 'val_loss'"),
     ]
     for settings, problem in cases:
         with pytest.raises(NnxError, match=problem):

@@ -113,12 +113,14 @@ def test_one_instance_used_twice_starts_with_fresh_patience() -> None:
         ({"patience": -1}, "patience must be a whole number"),
         ({"patience": True}, "patience must be a whole number"),
         ({"monitor": "accuracy"}, "must look like 'val_loss'"),
+        ({"monitor": "val_edp.accuracy"}, "must look like 'val_loss'"),
         ({"mode": "max"}, "set them there"),
         ({"monitor": "val_loss", "mode": "MAX"}, "must be 'min' or 'max'"),
         ({"monitor": MonitorSpec(), "min_delta": 0.1}, "set them there"),
     ],
 )
 def test_wrong_early_stopping_arguments_are_refused(arguments: dict, problem: str) -> None:
+    """nnx:B077"""
     with pytest.raises(ConfigError, match=problem):
         EarlyStopping(**arguments)
 
