@@ -60,9 +60,9 @@ class Dispatch:
 def choose_dispatch(programs: StepPrograms, feed: Any, mode: str = "auto") -> Dispatch:
     """Choose by the measured rule.
 
-    A span was never slower than single calls on two CPU cores, and 3 to 9 times faster where a microbatch computes for
-    less than the 0.2 to 0.3 ms that a call costs. So: data in memory is put on the device and runs in spans; host
-    batches are stacked while the step is short; everything else runs a microbatch a call. FLOPs of the lowered program
+    On two CPU cores a span was as fast as single calls within the noise, and 3.5 to 12 times faster where a microbatch
+    computes for less than the 0.1 to 0.3 ms that a call costs. So: data in memory is put on the device and runs in
+    spans; host batches are stacked while the step is short; the rest runs a microbatch a call. FLOPs of the program
     bound how many windows one call takes.
 
     Args:
