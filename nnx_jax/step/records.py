@@ -171,5 +171,3 @@ class Records:
 def write(rows: Any, cursor: Any, row: Any) -> Any:
     """Put `row` at place `cursor` of the ring."""
     return jax.lax.dynamic_update_slice(rows, row[None], (cursor % rows.shape[0], jnp.int32(0)))
-
-
