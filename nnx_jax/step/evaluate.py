@@ -144,4 +144,4 @@ def _add_pair(pair: jax.Array, values: jax.Array) -> jax.Array:
     new = total + values
     bigger = jnp.abs(total) >= jnp.abs(values)
     error = jnp.where(bigger, (total - new) + values, (values - new) + total)
-    return jnp.stack([new, lost + error])
+    return jnp.stack([new, lost + jnp.where(jnp.isfinite(new), error, 0.0)])  # an infinite sum stays infinite

@@ -90,3 +90,14 @@ def test_streams_differ_by_purpose_and_microbatch_only() -> None:
         bits(run_key(seed), purpose, n) for seed in (0, 1) for purpose in (INIT, DROPOUT, EVALUATION) for n in (0, 1)
     }
     assert len(many) == 12
+
+
+def test_an_infinite_loss_stays_infinite(kit: Kit) -> None:
+    """Not NaN: a monitor tells an infinite value from a missing one."""
+
+    def terms(outputs: Any, batch: Any) -> tuple[LossTerm, ...]:
+        return (LossTerm("t", jnp.sum(batch["t"]), jnp.sum(batch["mask"])),)
+
+    evaluate = build_eval(kit.target_forward, terms, [])
+    batch = {"t": np.array([np.inf, 1.0], np.float32), "mask": np.ones(2, np.float32)}
+    assert evaluate.host({"w": np.float32(0)}, {}, [batch, batch]).loss == np.inf
