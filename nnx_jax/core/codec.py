@@ -16,7 +16,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from json import decoder
 from typing import Any, NoReturn
 
@@ -25,11 +26,21 @@ import yaml
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.fsio import read_bytes
 
-MAX_YAML_BYTES = 2**20
-MAX_JSON_BYTES = 16 * 2**20
+
+@dataclass(frozen=True)
+class Limits:
+    """What is read of one file, and therefore all that may be written into it: its size and how many values it holds.
+
+    A list or mapping counts as one value beside what is in it; a key counts in YAML only.
+    """
+
+    bytes: int
+    values: int
+
+
+YAML_LIMITS = Limits(2**20, 10_000)
+JSON_LIMITS = Limits(16 * 2**20, 200_000)
 MAX_DEPTH = 32
-MAX_YAML_NODES = 10_000
-MAX_JSON_NODES = 200_000
 MAX_DIGITS = 40  # holds the 128-bit states of random generators; int() of more digits costs quadratic time
 
 Key = str | int
@@ -85,17 +96,15 @@ def parse_yaml(text: str | bytes, *, source: str = "<text>") -> Any:
 
 def parse_yaml_with_lines(text: str | bytes, *, source: str = "<text>") -> tuple[Any, dict[KeyPath, int]]:
     """Return (value, {key path: 1-based line}), so that later checks can point at the line of a value."""
-    return _YamlReader(_text_of(text, source, MAX_YAML_BYTES), source).document()
-
-
-def load_yaml(path: str | os.PathLike[str], *, follow: bool = False) -> Any:
-    """Read and parse a YAML file. `follow` allows a link (a file the user names). OSError when it cannot be read."""
-    return load_yaml_with_lines(path, follow=follow)[0]
+    return _YamlReader(_text_of(text, source, YAML_LIMITS.bytes), source).document()
 
 
 def load_yaml_with_lines(path: str | os.PathLike[str], *, follow: bool = False) -> tuple[Any, dict[KeyPath, int]]:
-    """Read and parse a YAML file like `parse_yaml_with_lines`."""
-    return parse_yaml_with_lines(read_bytes(path, MAX_YAML_BYTES, follow=follow), source=os.fspath(path))
+    """Read and parse a YAML file like `parse_yaml_with_lines`.
+
+    `follow` allows a link (a file the user names). OSError when it cannot be read.
+    """
+    return parse_yaml_with_lines(read_bytes(path, YAML_LIMITS.bytes, follow=follow), source=os.fspath(path))
 
 
 class _YamlReader:
@@ -145,8 +154,8 @@ class _YamlReader:
 
     def value(self, event: Any, depth: int) -> Any:
         self.nodes += 1
-        if self.nodes > MAX_YAML_NODES:
-            self.fail(f"has more than {MAX_YAML_NODES} values", event)
+        if self.nodes > YAML_LIMITS.values:
+            self.fail(f"has more than {YAML_LIMITS.values} values", event)
         if depth > MAX_DEPTH:
             self.fail(f"is nested deeper than {MAX_DEPTH} levels", event)
         if isinstance(event, yaml.AliasEvent):
@@ -275,21 +284,21 @@ _WORD = re.compile(r"-?[A-Za-z]+")
 _scan_string: Any = decoder.scanstring  # type: ignore[attr-defined]  # the quick string reader of the standard library
 
 
-def parse_json(text: str | bytes, *, source: str = "<text>", limit: int = MAX_JSON_BYTES) -> Any:
+def parse_json(text: str | bytes, *, source: str = "<text>", limits: Limits = JSON_LIMITS) -> Any:
     """Return the value of one JSON text; duplicate keys, NaN, out-of-range numbers, depth above 32 are ConfigErrors."""
-    return _JsonReader(_text_of(text, source, limit), source).document()
+    return _JsonReader(_text_of(text, source, limits.bytes), source, limits).document()
 
 
-def load_json(path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES) -> Any:
+def load_json(path: str | os.PathLike[str], *, limits: Limits = JSON_LIMITS) -> Any:
     """Read and parse a JSON file; links are never followed. OSError when it cannot be read."""
-    return parse_json(read_bytes(path, limit), source=os.fspath(path), limit=limit)
+    return parse_json(read_bytes(path, limits.bytes), source=os.fspath(path), limits=limits)
 
 
 class _JsonReader:
     """A small recursive reader: the standard library's says neither line nor path of a duplicate key."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self.text, self.source, self.at = text, source, 0
+    def __init__(self, text: str, source: str, limits: Limits) -> None:
+        self.text, self.source, self.at, self.limits = text, source, 0, limits
         self.nodes = 0
         self.path: KeyPath = ()
 
@@ -318,8 +327,8 @@ class _JsonReader:
         if depth > MAX_DEPTH:
             self.fail(f"is nested deeper than {MAX_DEPTH} levels")
         self.nodes += 1
-        if self.nodes > MAX_JSON_NODES:
-            self.fail(f"has more than {MAX_JSON_NODES} values")
+        if self.nodes > self.limits.values:
+            self.fail(f"has more than {self.limits.values} values")
         char = self.peek()
         if char == "{":
             return self.mapping(depth)
@@ -402,7 +411,10 @@ class _JsonReader:
 
 
 def canonical_json(obj: Any) -> bytes:
-    """Return the one UTF-8 JSON text of a plain value: sorted keys, no spaces, finite numbers, few escapes."""
+    """Return the one UTF-8 JSON text of a plain value: sorted keys, no spaces, finite numbers, few escapes.
+
+    Of any size, for hashes and output. A file that is read back is written with `durable_json`.
+    """
     text = json.dumps(_plain(obj), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")
 
@@ -410,6 +422,59 @@ def canonical_json(obj: Any) -> bytes:
 def dump_json(obj: Any) -> str:
     """Write a plain value as JSON for people (two spaces, the keys in their order, a newline at the end)."""
     return json.dumps(_plain(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def durable_json(obj: Any, *, source: str, limits: Limits = JSON_LIMITS, people: bool = False) -> bytes:
+    """Return the bytes of a JSON file that `parse_json` with the same limits reads back equal.
+
+    Args:
+        source: the file, for the message.
+        people: written for people (see `dump_json`), else canonical with a newline.
+
+    Raises:
+        ConfigError: larger than the limits, with the count, the limit and the part that is too large.
+    """
+    data = dump_json(obj).encode() if people else canonical_json(obj) + b"\n"
+    _check_limits(obj, data, 0, source, limits)
+    return data
+
+
+def durable_yaml(obj: Any, *, source: str) -> bytes:
+    """Return the bytes of a YAML file that `parse_yaml` reads back equal; raises like `durable_json`."""
+    data = dump_yaml(obj).encode()
+    _check_limits(obj, data, 1, source, YAML_LIMITS)
+    return data
+
+
+def _check_limits(obj: Any, data: bytes, key_values: int, source: str, limits: Limits) -> None:
+    if len(data) > limits.bytes:
+        message = f"would be {len(data)} bytes long; at most {limits.bytes} are read back, so nothing is written"
+        raise ConfigError(message, file=source)
+    count = _count(obj, key_values)
+    if count <= limits.values:
+        return
+    path, part = (), obj
+    while large := next((item for item in _items(part) if _count(item[1], key_values) > limits.values // 2), None):
+        path, part = (*path, large[0]), large[1]
+    found = f"{_count(part, key_values)} of {count} values" if path else f"{count} values"
+    message = f"has {found}; at most {limits.values} are read back, so nothing is written; keep less there"
+    raise ConfigError(message, path=dotted(path), file=source)
+
+
+def _count(obj: Any, key_values: int) -> int:
+    """Count values as the readers do; `key_values` is what a key counts."""
+    if isinstance(obj, Mapping):
+        return 1 + sum(key_values + _count(value, key_values) for value in obj.values())
+    return 1 + sum(_count(value, key_values) for value in obj) if isinstance(obj, list | tuple) else 1
+
+
+def _items(obj: Any) -> Iterable[tuple[Key, Any]]:
+    if isinstance(obj, Mapping):
+        return obj.items()
+    return enumerate(obj) if isinstance(obj, list | tuple) else ()
 
 
 def _plain(obj: Any, path: KeyPath = ()) -> Any:

@@ -101,7 +101,7 @@ def _summary(run: NNRun) -> dict[str, Any]:
         "epoch": last.epoch if last else None,
         "step": last.step if last else None,
         "batch": last.batch if last else None,
-        "rows": len(run.records),
+        "rows": last.history.rows if last else 0,
         "checkpoints": {name: pointer.step for name, pointer in run.pointers.items()},
     }
 

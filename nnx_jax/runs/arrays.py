@@ -21,7 +21,7 @@ from nnx_jax.core.errors import CheckpointError, NnxError, ResumePointError
 
 INDEX, STATE = "arrays.json", "state"
 FORMAT = "nnx_jax.arrays/1"
-_LIMIT = 64 * 1024**2
+_LIMITS = codec.Limits(64 * 1024**2, 1_000_000)  # of the index: a leaf takes 3 values and one for each axis
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def read_index(directory: Path) -> dict[str, Leaf]:
     """Return what `arrays.json` of a generation says; raises ResumePointError when it is missing or damaged."""
     path = directory / INDEX
     try:
-        obj = codec.parse_json(fsio.read_bytes(path, _LIMIT), source=str(path), limit=_LIMIT)
+        obj = codec.load_json(path, limits=_LIMITS)
         if obj["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT!r}")
         leaves = {name: Leaf(tuple(entry["shape"]), entry["dtype"]) for name, entry in obj["arrays"].items()}
@@ -237,7 +237,7 @@ def _itemsize(name: str) -> int:
 
 def _index_bytes(leaves: Mapping[str, Leaf]) -> bytes:
     arrays = {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in leaves.items()}
-    return codec.canonical_json({"format": FORMAT, "arrays": arrays}) + b"\n"
+    return codec.durable_json({"format": FORMAT, "arrays": arrays}, source=INDEX, limits=_LIMITS)
 
 
 def _orbax() -> Any:

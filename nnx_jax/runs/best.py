@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from nnx_jax.core import fsio
@@ -14,14 +12,6 @@ from nnx_jax.runs.lease import guard
 from nnx_jax.runs.pointers import read_pointer
 
 _LINK = "best"
-
-
-def score_of(values: Iterable[float | None]) -> float | None:
-    """Return the first finite value, in the order val error, val loss, train error, train loss; None without one.
-
-    Rule of NNx (reference/nnx.md 4.7, B114): a NaN validation error ranks by the finite validation loss instead.
-    """
-    return next((float(value) for value in values if value is not None and math.isfinite(value)), None)
 
 
 def read_best(root: Path) -> str | None:

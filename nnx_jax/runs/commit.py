@@ -26,7 +26,7 @@ from nnx_jax.core import codec, fsio
 from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
 from nnx_jax.runs import arrays, best, pointers, retain
 from nnx_jax.runs.history import Extent, History
-from nnx_jax.runs.layout import BEST, HOST, LAST, PARTIAL, RESERVED, RunPaths, check_tag
+from nnx_jax.runs.layout import BEST, HOST, HOST_LIMITS, LAST, PARTIAL, RESERVED, RunPaths, check_tag
 from nnx_jax.runs.lease import Lease
 from nnx_jax.runs.manifest import Manifest
 from nnx_jax.runs.pointers import Pointer
@@ -114,11 +114,6 @@ class Committer:
         self._loading = threading.Thread(target=_quietly, args=(self._writer.prepare,), name="commit-prepare")
         self._loading.start()
 
-    @property
-    def failed(self) -> bool:
-        """A background failure waits to be raised by the next `commit` or `drain`."""
-        return self._failure is not None
-
     def commit(self, point: CommitPoint) -> None:
         """Start the commit of `point`; returns once its arrays are copied. Waits for the commit before it first.
 
@@ -127,6 +122,7 @@ class Committer:
                 history are intact, and the rows cut off wait in the history's buffer for the next commit.
             LeaseLostError: another process took the run over.
             CheckpointError: the previous commit is safe, but a pointer or the retention after it failed.
+            ConfigError: `point.host` is not plain, or larger than what is read back; nothing was written.
         """
         self.drain()
         if self._last is not None and self._last.final:
@@ -135,7 +131,7 @@ class Committer:
             check_tag(name)
         if reserved := [name for name in point.deferred if name in RESERVED]:
             raise CheckpointError(f"checkpoint tag {reserved[0]!r} is written by the store itself; choose another name")
-        host = codec.canonical_json(dict(point.host)) + b"\n"
+        host = codec.durable_json(dict(point.host), source=HOST, limits=HOST_LIMITS)
         needed = sum(leaf.nbytes for leaf in arrays.describe(point.arrays).values()) + len(host)
         generation, self._next = self._next, self._next + 1
         partial = self._paths.generations / f"{PARTIAL}{generation}-{self._lease.fencing}"
@@ -173,7 +169,7 @@ class Committer:
         self.drain()
         if self._last is None:
             raise CheckpointError(f"{self._paths.run}: nothing was committed, so the run cannot be marked finished")
-        data = codec.dump_json(dict(artifact)).encode()
+        data = codec.durable_json(dict(artifact), source=str(self._paths.artifact), people=True)
         try:
             self._check_ownership()
             fsio.atomic_write(self._paths.artifact, data)

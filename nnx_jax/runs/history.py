@@ -8,7 +8,6 @@ an empty cell is None, `nan`, `inf` and `-inf` are spelled, floats are the short
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +96,7 @@ class History:
             self._buffer.extend(lines)
 
     def append_table(self, table: Mapping[str, Any], n_rows: int) -> None:
-        """Buffer `n_rows` rows given by column: each value is a sequence of that length, or one value for all rows."""
+        """Buffer `n_rows` rows given by column: each value is a list of that length, or one value for all rows."""
         self._refuse_unknown(table)
         cells = [_column_cells(table.get(name), n_rows, name) for name in self.columns]
         lines = [(",".join(row) + "\n").encode() for row in zip(*cells, strict=True)]
@@ -134,22 +133,16 @@ class History:
             if on_disk and self.path.stat().st_size != self._base.bytes:
                 fsio.truncate(self.path, self._base.bytes)
 
-    def discard(self) -> int:
-        """Forget the rows no commit holds and return how many they were (the caller gives up what they describe)."""
-        with self._mutex:
-            count, self._buffer = len(self._buffer), []
-            return count
-
     def _line(self, row: Mapping[str, Any]) -> bytes:
         self._refuse_unknown(row)
-        return (",".join(format_cell(row.get(name)) for name in self.columns) + "\n").encode()
+        return (",".join(_cells(map(row.get, self.columns))) + "\n").encode()
 
     def _refuse_unknown(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name not in self._known:
-                raise CheckpointError(
-                    f"history column {name!r} was not declared when the run started{nearest(name, self.columns)}"
-                )
+        if not self._known.issuperset(names):
+            name = next(name for name in names if name not in self._known)
+            raise CheckpointError(
+                f"history column {name!r} was not declared when the run started{nearest(name, self.columns)}"
+            )
 
 
 def read_history(path: Path, extent: Extent | None) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
@@ -207,6 +200,9 @@ def format_cell(value: Any) -> str:
 
 def parse_csv(data: bytes) -> list[list[Any]]:
     """Return the rows of strict CSV written by `History`, header first as text; ValueError names the first bad line."""
+    simple = _parse_simple(data)
+    if simple is not None:
+        return simple
     rows: list[list[Any]] = []
     row: list[Any] = []
     position = 0
@@ -227,6 +223,32 @@ def parse_csv(data: bytes) -> list[list[Any]]:
     return rows
 
 
+def _parse_simple(data: bytes) -> list[list[Any]] | None:
+    """Return the rows when no text holds a comma, a quote or a line feed and nothing is wrong; else None."""
+    lines = data.split(b"\n")
+    if not data or lines.pop() or b'"' in lines[0]:
+        return None
+    rows: list[list[Any]] = [[name.decode() for name in lines[0].split(b",")]]
+    texts: dict[bytes, str] = {}
+    for line in lines[1:]:
+        row: list[Any] = []
+        for cell in line.split(b","):
+            if cell.isdigit() and (len(cell) == 1 or cell[:1] != b"0"):
+                row.append(int(cell))
+            elif cell[:1] != b'"':
+                if b'"' in cell:
+                    return None
+                row.append(_parse_cell(None, cell, header=False))
+            elif cell in texts or (len(cell) > 1 and cell[-1:] == b'"' and cell.count(b'"') == 2):
+                row.append(texts.setdefault(cell, cell[1:-1].decode()))
+            else:
+                return None
+        if len(row) != len(rows[0]):
+            return None
+        rows.append(row)
+    return rows
+
+
 def _parse_cell(quoted: bytes | None, bare: bytes | None, *, header: bool) -> Any:
     if quoted is not None:
         return quoted.decode().replace('""', '"')
@@ -243,11 +265,16 @@ def _quote(text: str) -> str:
 
 
 def _column_cells(values: Any, n_rows: int, name: str) -> list[str]:
-    if values is None or isinstance(values, str | int | float) or getattr(values, "ndim", None) == 0:
+    if not isinstance(values, list):
         return [format_cell(values)] * n_rows
-    items = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(items) != n_rows:
-        raise CheckpointError(f"history column {name!r} has {len(items)} values for {n_rows} rows")
-    if all(type(item) is float and math.isfinite(item) for item in items):
-        return [repr(item) for item in items]
-    return [format_cell(item) for item in items]
+    if len(values) != n_rows:
+        raise CheckpointError(f"history column {name!r} has {len(values)} values for {n_rows} rows")
+    return _cells(values)
+
+
+def _cells(values: Iterable[Any]) -> list[str]:
+    """CSV texts; a row is written for every update, so None and Python's numbers take a short way."""
+    return [
+        "" if value is None else repr(value) if type(value) is float or type(value) is int else format_cell(value)
+        for value in values
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from nnx_jax.core.codec import JSON_LIMITS, Limits
 from nnx_jax.core.errors import UnsafePathError
 from nnx_jax.core.fsio import safe_join, safe_name
 
@@ -13,6 +14,7 @@ PHASES = ("FIRST", "Q1", "Q2", "Q3")
 RESERVED = (LAST, BEST, *PHASES)
 PARTIAL, TRASH = ".partial-", ".trash-"
 HOST = "host.json"  # of a generation: the plain values committed with its arrays
+HOST_LIMITS = Limits(64 * 1024**2, JSON_LIMITS.values)
 
 _TAKEN_RUN_IDS = ("best",)
 _TAKEN_TAGS = (*RESERVED, "generations", "manifests")
@@ -85,11 +87,6 @@ class RunPaths:
     @property
     def lease_owner(self) -> Path:
         return self.leases / f"{self.run_id}.owner.json"
-
-    @property
-    def best_run(self) -> Path:
-        """`runs/best`, the link to the best run of this directory."""
-        return self.root / "best"
 
     def generation(self, number: int) -> Path:
         return self.generations / str(number)

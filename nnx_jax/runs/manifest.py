@@ -13,7 +13,7 @@ from nnx_jax.core.errors import NnxError, ResumePointError
 
 FORMAT = "nnx_jax.manifest/1"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LIMIT = 64 * 1024**2
+_LIMITS = codec.Limits(64 * 1024**2, 4 * fsio.MAX_FILES)  # a file takes 3 values
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         fields = {name: getattr(self, name) for name in ("run_id", "generation", "epoch", "step", "batch")}
         files = {path: {"sha256": digest, "size": size} for path, (digest, size) in self.files.items()}
-        return codec.canonical_json({"format": FORMAT, **fields, "files": files}) + b"\n"
+        obj = {"format": FORMAT, **fields, "files": files}
+        return codec.durable_json(obj, source=f"manifest of generation {self.generation}", limits=_LIMITS)
 
 
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
@@ -40,7 +41,7 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
         ResumePointError: it is missing, damaged, or not the one the pointer names.
     """
     try:
-        data = fsio.read_bytes(path, _LIMIT)
+        data = fsio.read_bytes(path, _LIMITS.bytes)
     except FileNotFoundError as error:
         raise ResumePointError(f"{path}: the manifest is missing; the checkpoint is torn") from error
     except (OSError, NnxError) as error:
@@ -48,7 +49,7 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise ResumePointError(f"{path}: is not the manifest its pointer names (mixed or damaged files)")
     try:
-        return _decode(codec.parse_json(data, source=str(path), limit=_LIMIT))
+        return _decode(codec.parse_json(data, source=str(path), limits=_LIMITS))
     except (NnxError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResumePointError(f"{path}: the manifest is damaged ({error})") from error
 

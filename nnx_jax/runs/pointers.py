@@ -13,7 +13,7 @@ from nnx_jax.runs.history import Extent
 from nnx_jax.runs.layout import LAST, RunPaths
 
 FORMAT = "nnx_jax.pointer/1"
-_LIMIT = 64 * 1024
+_LIMITS = codec.Limits(64 * 1024, 100)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -45,7 +45,7 @@ class Pointer:
     artifact: str = ""
 
     def to_bytes(self) -> bytes:
-        return codec.canonical_json({"format": FORMAT, **asdict(self)}) + b"\n"
+        return codec.durable_json({"format": FORMAT, **asdict(self)}, source="pointer", limits=_LIMITS)
 
     def finished(self, artifact: str) -> Pointer:
         """Return the pointer of the same commit that marks the run finished."""
@@ -60,7 +60,7 @@ def read_pointer(paths: RunPaths, name: str = LAST) -> Pointer | None:
     """
     path = paths.pointer(name)
     try:
-        data = fsio.read_bytes(path, _LIMIT)
+        data = fsio.read_bytes(path, _LIMITS.bytes)
     except FileNotFoundError:
         return None
     except (OSError, NnxError) as error:
@@ -74,7 +74,7 @@ def parse_pointer(data: bytes, path: Path, run_id: str) -> Pointer:
     if not data.strip():
         raise ResumePointError(f"{path}: is empty, so what was committed is unknown{advice}")
     try:
-        pointer = _decode(codec.parse_json(data, source=str(path)))
+        pointer = _decode(codec.parse_json(data, source=str(path), limits=_LIMITS))
     except (NnxError, ValueError, TypeError, KeyError) as error:
         raise ResumePointError(f"{path}: is damaged ({error}){advice}") from error
     if pointer.to_bytes() != data:

@@ -8,10 +8,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from nnx_jax.core import codec, fsio
 from nnx_jax.core.errors import ConfigError
 
 _PACKAGES = ("nnx_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -68,11 +66,6 @@ def collect(resume: ResumeStatus | None = None, extra: Mapping[str, Any] | None 
         "resume": (resume or ResumeStatus()).state(),
         **(extra or {}),
     }
-
-
-def write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Replace `metadata.yaml` atomically."""
-    fsio.atomic_write(path, codec.dump_yaml(dict(metadata)).encode())
 
 
 def _version(package: str) -> str | None:

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core import codec, fsio
+from nnx_jax.core import codec
 from nnx_jax.core.errors import NnxError, ResumePointError, nearest
 from nnx_jax.runs import arrays, pointers, retain
 from nnx_jax.runs.best import run_ids
-from nnx_jax.runs.layout import HOST, LAST, RunPaths
+from nnx_jax.runs.layout import HOST, HOST_LIMITS, LAST, RunPaths
 from nnx_jax.runs.manifest import Manifest, read_manifest, verify_files
 from nnx_jax.runs.pointers import Pointer
 
 _ABSENT = object()
-_LIMIT = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _verified(paths: RunPaths, name: str, generation: int, pointer: Pointer | No
 
 def _read_host(path: Path) -> dict[str, Any]:
     try:
-        obj = codec.parse_json(fsio.read_bytes(path, _LIMIT), source=str(path), limit=_LIMIT)
+        obj = codec.load_json(path, limits=HOST_LIMITS)
     except (OSError, NnxError) as error:
         raise ResumePointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(obj, dict):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from nnx_jax.runs.store import status_of
 class NNRun:
     """One run, read at one moment.
 
+    The history can be long, so `columns` and `records` are read and verified on first use, up to where LAST stood at
+    that moment, and then kept. They raise HistoryCorruptionError when the file is not what LAST said of it.
+
     Attributes:
         id: the run id, also the directory's name.
         root: the runs directory, absolute.
         state: the configuration in `run.yaml`.
         metadata: the environment in `metadata.yaml`.
         pointers: LAST, BEST, phases and tags; empty before the first commit.
-        columns: names of the history's columns.
-        records: one dict per committed row; a missing value is None.
     """
 
     id: str
@@ -37,8 +39,6 @@ class NNRun:
     state: dict[str, Any]
     metadata: dict[str, Any]
     pointers: dict[str, Pointer]
-    columns: tuple[str, ...] = ()
-    records: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def load(cls, run_id: str, root: str | Path = "runs") -> NNRun:
@@ -47,21 +47,32 @@ class NNRun:
         Raises:
             UnsafePathError: (a ValueError) the id could leave `root`; no file is touched.
             ResumePointError: (a ValueError) there is no such run, or LAST is empty, damaged or foreign.
-            HistoryCorruptionError: the committed history is not what LAST says.
         """
         paths = RunPaths(root, run_id)
         if not paths.run.is_dir():
             raise ResumePointError(f"there is no run {run_id!r} in {paths.root}{nearest(run_id, run_ids(paths.root))}")
         found = list_pointers(paths)
-        last = found.get(LAST)
-        columns, records = read_history(paths.history, last.history if last else None)
         state, metadata = (_read_yaml(path) for path in (paths.config, paths.metadata))
-        return cls(paths.run_id, paths.root, state, metadata, found, columns, records)
+        return cls(paths.run_id, paths.root, state, metadata, found)
 
     @classmethod
     def all(cls, root: str | Path = "runs") -> list[NNRun]:
         """Read every run below `root`, in id order; the first damaged one raises (list them with `run_ids`)."""
         return [cls.load(run_id, root) for run_id in run_ids(RunPaths(root, "_").root)]
+
+    @cached_property
+    def _history(self) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+        return read_history(RunPaths(self.root, self.id).history, self.last.history if self.last else None)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the history's columns; none before the first commit."""
+        return self._history[0]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One dict per committed row; a missing value is None."""
+        return self._history[1]
 
     @property
     def path(self) -> Path:

@@ -67,7 +67,8 @@ class RunStore:
         Args:
             spec_state: the configuration, written to `run.yaml` when the run is new.
             columns: names of the history's columns, fixed from the first start on.
-            overwrite: remove an existing run first (once its lease is held and `runs/best` has moved on).
+            overwrite: replace the run when it is finished, or when its LAST, or what LAST names, is damaged or gone
+                (once its lease is held and `runs/best` has moved on). An interrupted run is continued all the same.
             keep: newest generations kept besides the named ones (>= 1); None keeps all.
             resume: what a new run starts from, for `metadata.yaml`.
             metadata: more environment facts for `metadata.yaml`; never environment variables.
@@ -79,17 +80,19 @@ class RunStore:
             ResumePointError: LAST or what it names is damaged; nothing was changed.
             HistoryCorruptionError: the committed history is damaged; nothing was changed.
             CheckpointError: `columns` differ from the first start's.
+            ConfigError: `spec_state` or the metadata is larger than what is read back; nothing was changed.
         """
         retain.check_keep(keep)
         paths = RunPaths(root, run_id)
         fsio.make_dir(paths.root)
         held = lease.acquire(paths, wait_seconds=wait_seconds, floor=_last_fencing(paths))
         try:
-            if overwrite:
-                remove(paths)
-            point = _read_last(paths)
+            point, replaced = _starting_point(paths, overwrite)
             if point is None:
-                _create(paths, spec_state, provenance.collect(resume, metadata))
+                files = _config_files(paths, spec_state, provenance.collect(resume, metadata))
+                if replaced:
+                    remove(paths)
+                _create(paths, files)
             last = point.pointer if point else None
             history = History(paths.history, columns, extent=last.history if last else None)
             _sweep(paths)
@@ -143,8 +146,20 @@ def remove(paths: RunPaths) -> bool:
     return fsio.remove_tree(paths.run)
 
 
-def _read_last(paths: RunPaths) -> ResumePoint | None:
-    last = pointers.read_pointer(paths, LAST)
+def _starting_point(paths: RunPaths, overwrite: bool) -> tuple[ResumePoint | None, bool]:
+    """Return (verified LAST or None for a new start, whether the old run makes way for it); changes nothing."""
+    try:
+        last = pointers.read_pointer(paths, LAST)
+        if overwrite and last is not None and last.final:
+            return None, True
+        return _read_last(paths, last), False
+    except ResumePointError:
+        if not overwrite:
+            raise
+        return None, True
+
+
+def _read_last(paths: RunPaths, last: Pointer | None) -> ResumePoint | None:
     if last is not None:
         return read_point(paths, LAST)
     if names := list(pointers.list_pointers(paths)):
@@ -155,12 +170,18 @@ def _read_last(paths: RunPaths) -> ResumePoint | None:
     return None
 
 
-def _create(paths: RunPaths, spec_state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+def _config_files(paths: RunPaths, spec_state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[Path, bytes]:
+    """Return the bytes of `run.yaml` and `metadata.yaml`, before anything is changed for them."""
+    contents = {paths.config: spec_state, paths.metadata: metadata}
+    return {path: codec.durable_yaml(dict(content), source=str(path)) for path, content in contents.items()}
+
+
+def _create(paths: RunPaths, files: Mapping[Path, bytes]) -> None:
     """Make the directory of a run without commits; every part left by an earlier, failed start is written anew."""
     for directory in (paths.run, paths.checkpoints, paths.generations, paths.manifests):
         fsio.make_dir(directory)
-    fsio.atomic_write(paths.config, codec.dump_yaml(dict(spec_state)).encode())
-    provenance.write_metadata(paths.metadata, metadata)
+    for path, data in files.items():
+        fsio.atomic_write(path, data)
 
 
 def _sweep(paths: RunPaths) -> None:

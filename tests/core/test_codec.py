@@ -213,20 +213,20 @@ def test_lines_of_every_value() -> None:
     assert lines == {(): 1, ("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 4, ("b", 1, "y"): 4, ("c",): 6}
 
 
-def test_load_yaml(tmp_path: Path) -> None:
+def test_load_yaml_with_lines(tmp_path: Path) -> None:
     file = tmp_path / "cfg.yaml"
     file.write_text("lr: 1e-3\nlr: 2\n")
     with pytest.raises(ConfigError, match=rf"{file}:2: has the key 'lr' twice"):
-        codec.load_yaml(file)
+        codec.load_yaml_with_lines(file)
     file.write_text("lr: 1e-3\n")
     link = tmp_path / "link.yaml"
     link.symlink_to(file)
-    assert codec.load_yaml(link, follow=True) == codec.load_yaml(file) == {"lr": 0.001}
-    assert codec.load_yaml_with_lines(file)[1][("lr",)] == 1
+    found = codec.load_yaml_with_lines(file)
+    assert codec.load_yaml_with_lines(link, follow=True) == found == ({"lr": 0.001}, {(): 1, ("lr",): 1})
     with pytest.raises(UnsafePathError, match="link.yaml is a symbolic link"):
-        codec.load_yaml(link)
+        codec.load_yaml_with_lines(link)
     with pytest.raises(FileNotFoundError, match="missing.yaml"):
-        codec.load_yaml(tmp_path / "missing.yaml")
+        codec.load_yaml_with_lines(tmp_path / "missing.yaml")
 
 
 plain = st.recursive(
@@ -392,9 +392,9 @@ def test_json_file(tmp_path: Path) -> None:
         codec.load_json(file)
     file.write_bytes(b"1" * 30)
     with pytest.raises(OSError, match="more than the limit of 20"):
-        codec.load_json(file, limit=20)
+        codec.load_json(file, limits=codec.Limits(20, 100))
     with pytest.raises(ConfigError, match="30 bytes long; the limit is 20"):
-        parse_json(file.read_bytes(), limit=20)
+        parse_json(file.read_bytes(), limits=codec.Limits(20, 100))
 
 
 def test_canonical_json_is_one_text() -> None:
@@ -433,3 +433,45 @@ def test_a_value_that_holds_itself_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(ConfigError, match="nested deeper than 32 levels"):
         dump_yaml(loop)
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(value=plain, values=st.integers(1, 12), size=st.integers(2, 40))
+def test_what_is_written_into_a_file_is_what_its_reader_takes(value: Any, values: int, size: int) -> None:
+    """The writer refuses exactly what the reader with the same limits would refuse."""
+    limits = codec.Limits(size, values)
+    text = canonical_json(value) + b"\n"
+    try:
+        written = codec.durable_json(value, source="x.json", limits=limits)
+    except ConfigError as error:
+        message = str(error)
+    else:
+        assert written == text
+        assert parse_json(written, limits=limits) == value
+        return
+    assert message.startswith("config: x.json: ")
+    with pytest.raises(ConfigError, match="bytes long; the limit is|has more than"):
+        parse_json(text, limits=limits)
+
+
+def test_limits_of_files_are_those_of_the_readers() -> None:
+    """At the limit both work, one value more and both refuse; a key counts in YAML and not in JSON."""
+    small = codec.Limits(1000, 3)
+    assert parse_json(codec.durable_json({"a": 1, "b": 2}, source="f", limits=small, people=True), limits=small)
+    with pytest.raises(ConfigError, match="f: has 4 values; at most 3 are read back"):
+        codec.durable_json([1, 2, 3], source="f", limits=small)
+    with pytest.raises(ConfigError, match="f: would be 27 bytes long; at most 26 are read back"):
+        codec.durable_json(["x" * 22], source="f", limits=codec.Limits(26, 3))
+    mapping = {f"k{number}": number for number in range(4999)}
+    assert parse_yaml(codec.durable_yaml({**mapping}, source="f")) == mapping
+    with pytest.raises(ConfigError, match="f: has 10001 values; at most 10000 are read back"):
+        codec.durable_yaml({**mapping, "last": 0}, source="f")
+    with pytest.raises(ConfigError, match="has more than 10000 values"):
+        parse_yaml(dump_yaml({**mapping, "last": 0}))
+
+
+def test_hashes_and_output_have_no_limit() -> None:
+    assert len(canonical_json(list(range(250_000)))) > 10**6

@@ -314,7 +314,6 @@ def test_a_background_failure_surfaces_at_the_next_commit_and_at_the_end(tmp_pat
             commit_epoch(store, 1, drain=False)
             assert store.committer._thread is not None
             store.committer._thread.join()
-            assert store.committer.failed
         with pytest.raises(CommitError, match="injected"):
             store.committer.commit(scenario.point(1)) if ending == "commit" else store.close()
     assert rows(tmp_path) == [0]
@@ -340,6 +339,25 @@ def test_orbax_failure_is_ours(store: RunStore, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CommitError, match="LAST stays at generation 1"):
         commit_epoch(store, 1)
     assert audit.verify(store.paths.root, RUN_ID) == []
+
+
+def test_a_state_too_large_to_read_back_is_refused_before_anything_is_written(store: RunStore) -> None:
+    """The reader of `host.json` has limits, so the writer has the same: LAST never names what cannot be read."""
+    commit_epoch(store, 0)
+    before = {path: path.stat().st_mtime_ns for path in store.paths.run.rglob("*")}
+    large = {"components": {"small": [1, 2], "counter": {"seen": list(range(250_000))}}}
+    message = r"host\.json: components\.counter\.seen: has 250001 of 250007 values; at most 200000 are read back"
+    with pytest.raises(ConfigError, match=message):
+        commit_epoch(store, 1, host=large)
+    assert {path: path.stat().st_mtime_ns for path in store.paths.run.rglob("*")} == before
+    assert read_point(store.paths).epoch == 0
+    store.committer.commit(scenario.point(1, host={"components": {"counter": {"seen": list(range(190_000))}}}))
+    store.committer.drain()
+    assert len(read_point(store.paths).host["components"]["counter"]["seen"]) == 190_000
+    assert rows(store.paths.root) == [0, 1]
+    with pytest.raises(ConfigError, match=r"artifact\.json: has 200003 values; at most 200000"):
+        store.finish({f"v{number}": None for number in range(200_002)})
+    assert read_point(store.paths).pointer == store.committer.last
 
 
 def test_no_space_is_said_before_anything_is_written(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:

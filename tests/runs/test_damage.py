@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nnx_jax.core.errors import CheckpointError, HistoryCorruptionError, NnxError, ResumePointError, UnsafePathError
-from nnx_jax.runs import audit, pointers, resume
+from nnx_jax.runs import arrays, audit, pointers, resume
 from nnx_jax.runs.layout import RunPaths
-from nnx_jax.runs.manifest import read_manifest, verify_files
+from nnx_jax.runs.manifest import Manifest, read_manifest, verify_files
 from nnx_jax.runs.pointers import parse_pointer
 from nnx_jax.runs.resume import find_point, read_point
 from nnx_jax.runs.run import NNRun
@@ -261,8 +261,9 @@ def test_an_unreadable_checkpoint_names_the_others(root: Path) -> None:
 def test_missing_history_is_corruption(root: Path) -> None:
     """nnx:B103 the history LAST speaks of is gone: refused by readers and by a start."""
     (root / RUN_ID / "idps.csv").unlink()
+    run = NNRun.load(RUN_ID, root)
     with pytest.raises(HistoryCorruptionError, match=r"idps\.csv: the committed history cannot be read"):
-        NNRun.load(RUN_ID, root)
+        run.column("loss")
     with pytest.raises(HistoryCorruptionError, match=r"idps\.csv"):
         open_store(root)
 
@@ -376,7 +377,7 @@ for victim in victims:
     for payload in payloads:
         path.write_bytes(payload)
         outcomes = []
-        for read in (lambda: read_point(RunPaths(root, run_id)).load_all(), lambda: NNRun.load(run_id, root)):
+        for read in (lambda: read_point(RunPaths(root, run_id)).load_all(), lambda: NNRun.load(run_id, root).records):
             try:
                 read()
                 outcomes.append("read")
@@ -448,3 +449,15 @@ def test_every_refusal_is_one_family(root: Path) -> None:
     (root / RUN_ID / "checkpoints" / "LAST").mkdir()
     with pytest.raises(NnxError, match="LAST"):
         read_point(RunPaths(root, RUN_ID))
+
+
+def test_a_manifest_and_an_index_of_a_large_model_are_read(tmp_path: Path) -> None:
+    """Tens of thousands of files and of leaves are legal, more values than other JSON files may hold."""
+    digest = "0" * 64
+    files = {f"state/d/{number}": (digest, number) for number in range(70_000)}
+    path = tmp_path / "1.json"
+    path.write_bytes(Manifest("r", 1, 0, 0, 0, files).to_bytes())
+    assert read_manifest(path).files == files
+    leaves = {f"params/{number}": arrays.Leaf((3, 3, 8, number), "float32") for number in range(30_000)}
+    (tmp_path / "arrays.json").write_bytes(arrays._index_bytes(leaves))
+    assert arrays.read_index(tmp_path) == leaves

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from nnx_jax.core import fsio
 from nnx_jax.core.errors import CheckpointError, ConfigError, LeaseHeldError, ResumePointError
-from nnx_jax.runs import audit, best, lease, pointers, provenance, resume
+from nnx_jax.runs import audit, best, history, lease, pointers, provenance, resume
 from nnx_jax.runs.layout import RunPaths
 from nnx_jax.runs.provenance import ResumeStatus
 from nnx_jax.runs.resume import find_point, read_point, require_same
@@ -39,6 +40,25 @@ def test_a_run_is_read_back_as_written(pristine: Path) -> None:
     assert run.checkpoints() == ["LAST", "BEST", "FIRST", "Q2"]
     with pytest.raises(ResumePointError, match="no history column 'los'; did you mean 'loss'"):
         run.column("los")
+
+
+def test_the_history_is_read_on_first_use_and_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, listing, comparing and printing runs reads no history, however long."""
+    reads = []
+    real = history.read_prefix
+    monkeypatch.setattr(history, "read_prefix", lambda *args: (reads.append(args), real(*args))[1])
+    run = NNRun.load(RUN_ID, root)
+    assert [run] == NNRun.all(root)
+    assert "loss" not in repr(run)
+    assert run.status == "interrupted"
+    assert reads == []
+    scenario.run(root, 3)
+    assert NNRun.load(RUN_ID, root) != run
+    reads.clear()
+    assert run.records == [row(0), row(1)]  # where LAST stood when it was loaded
+    assert run.records is run.records
+    assert run.columns == scenario.COLUMNS
+    assert len(reads) == 1
 
 
 def test_interrupted_then_continued_is_the_straight_run(tmp_path: Path) -> None:
@@ -242,7 +262,7 @@ def test_equal_descriptions_pass() -> None:
 
 def scored(root: Path, run_id: str, *scores: float | None) -> None:
     """A run whose BEST moves at every given score."""
-    with open_store(root, run_id, overwrite=True) as store:
+    with open_store(root, run_id) as store:
         for epoch, score in enumerate(scores):
             commit_epoch(store, epoch, names=(), score=score)
 
@@ -266,6 +286,8 @@ def test_overwriting_the_holder_moves_best_first(tmp_path: Path, monkeypatch: py
     seen = []
     real = fsio.remove_tree
     monkeypatch.setattr(fsio, "remove_tree", lambda path: (seen.append(best.read_best(tmp_path)), real(path))[1])
+    with open_store(tmp_path, "c") as store:
+        store.finish({"status": "finished"})
     with open_store(tmp_path, "c", overwrite=True) as store:
         assert seen == ["a"]
         assert (store.status, best.read_best(tmp_path)) == ("fresh", "a")
@@ -273,7 +295,7 @@ def test_overwriting_the_holder_moves_best_first(tmp_path: Path, monkeypatch: py
         assert best.read_best(tmp_path) == "a"
         commit_epoch(store, 1, names=(), best=True, score=0.1)
         assert best.read_best(tmp_path) == "c"
-        assert store.lease.fencing == 2
+        assert store.lease.fencing == 3
 
 
 def test_a_run_ranked_by_a_monitor_takes_no_part(tmp_path: Path) -> None:
@@ -282,15 +304,6 @@ def test_a_run_ranked_by_a_monitor_takes_no_part(tmp_path: Path) -> None:
     assert best.read_best(tmp_path) is None
     assert not os.path.lexists(tmp_path / "best")
     assert "BEST" in NNRun.load("a", tmp_path).checkpoints()
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [((np.nan, 0.7, 0.1, 0.2), 0.7), ((None, None, 0.4, 0.2), 0.4), ((0.9, 0.1), 0.9), ((np.inf, np.nan, None), None)],
-)
-def test_the_score_is_the_first_finite_value(values: tuple[float | None, ...], expected: float | None) -> None:
-    """nnx:B114 a NaN validation error and a finite validation loss: ranked by the loss."""
-    assert best.score_of(values) == expected
 
 
 def test_a_link_that_leads_elsewhere_is_no_best(tmp_path: Path) -> None:
@@ -315,10 +328,32 @@ def test_overwrite_needs_the_lease(tmp_path: Path) -> None:
         assert read_point(store.paths).epoch == 0
 
 
-def test_overwrite_replaces_a_damaged_run(root: Path) -> None:
+def test_overwrite_continues_an_interrupted_run(root: Path) -> None:
+    """Only a finished run is replaced: work that nobody has seen the end of is not thrown away."""
+    with open_store(root, overwrite=True) as store:
+        assert store.status == "interrupted"
+        assert store.point is not None
+        assert store.point.epoch == 1
+        store.finish({"status": "finished"})
+    with open_store(root) as store:
+        assert store.status == "finished"
+    with open_store(root, overwrite=True) as store:
+        assert (store.status, store.point) == ("fresh", None)
+
+
+DAMAGED_STARTS: dict[str, tuple[Callable[[RunPaths], object], str]] = {
+    "LAST empty": (lambda paths: paths.pointer("LAST").write_text(""), "start over with overwrite_existing"),
+    "LAST gone": (lambda paths: paths.pointer("LAST").unlink(), "or overwrite the run explicitly"),
+    "host gone": (lambda paths: (paths.generation(2) / "host.json").unlink(), r"host\.json: is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_STARTS)
+def test_overwrite_replaces_a_damaged_run(root: Path, damage: str) -> None:
     """The way out that the error names works, and the fencing number goes on growing."""
-    RunPaths(root, RUN_ID).pointer("LAST").write_text("")
-    with pytest.raises(ResumePointError, match="start over with overwrite_existing"):
+    spoil, message = DAMAGED_STARTS[damage]
+    spoil(RunPaths(root, RUN_ID))
+    with pytest.raises(ResumePointError, match=message):
         open_store(root)
     with open_store(root, overwrite=True) as store:
         assert store.status == "fresh"
@@ -397,6 +432,22 @@ def test_stranded_temporaries_are_removed_at_the_next_start(root: Path) -> None:
     open_store(root).close()
     assert not stray.exists()
     assert foreign.exists()
+
+
+def test_a_configuration_that_could_not_be_read_back_is_refused_first(root: Path) -> None:
+    """Neither a new directory nor the end of a finished run comes of it, and the lease is free again."""
+    with open_store(root) as store:
+        store.finish({"status": "finished"})
+    before = snapshot(root)
+    message = r"run\.yaml: model: has 10002 of 10004 values; at most 10000 are read back, so nothing is written"
+    for run_id in (RUN_ID, "new"):
+        with pytest.raises(ConfigError, match=message):
+            RunStore.open(root, run_id, {"model": [0] * 10_001}, scenario.COLUMNS, overwrite=True)
+    with pytest.raises(ConfigError, match=r"metadata\.yaml: would be \d+ bytes long; at most 1048576 are read back"):
+        open_store(root, overwrite=True, metadata={"devices": "x" * 2**20})
+    assert not (root / "new").exists()
+    assert {name: data for name, data in snapshot(root).items() if name in before} == before
+    assert NNRun.load(RUN_ID, root).status == "finished"
 
 
 def test_a_failed_text_write_leaves_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
