@@ -322,16 +322,6 @@ def truncate(path: PathLike, size: int) -> None:
         os.close(fd)
 
 
-def sync_file(path: PathLike) -> None:
-    """Make the file's bytes survive a power loss; its name needs `sync_dir` of the parent too."""
-    fd = _open_no_follow(path, _OPEN_READ)
-    try:
-        with _naming(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def sync_dir(path: PathLike) -> None:
     """Make the names in a directory (created, renamed, removed) survive a power loss."""
     with _naming(path):
@@ -404,19 +394,6 @@ def remove_tree(path: PathLike) -> bool:
     with _naming(trash):
         shutil.rmtree(trash)
     return True
-
-
-def sweep_trash(parent: PathLike) -> list[str]:
-    """Remove what an interrupted `remove_tree` left in `parent`; returns the names. Only the writer may call it."""
-    names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(TRASH_PREFIX))
-    for name in names:
-        entry = Path(parent, name)
-        if entry.is_symlink() or not entry.is_dir():
-            entry.unlink()
-        else:
-            with _naming(entry):
-                shutil.rmtree(entry)
-    return names
 
 
 def disk_free(path: PathLike) -> int:

@@ -563,12 +563,9 @@ def test_sync_tree_can_leave_modes_alone(tree: Path) -> None:
     assert stat.S_IMODE((tree / "host.json").stat().st_mode) == 0o640
 
 
-def test_sync_file_and_sync_dir_name_the_path(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsio.sync_file(tree / "host.json")
+def test_sync_dir_and_sync_tree_name_the_path(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsio.sync_dir(tree)
     monkeypatch.setattr(fsio.os, "fsync", fail_with(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error: .*host.json"):
-        fsio.sync_file(tree / "host.json")
     with pytest.raises(OSError, match="Input/output error: .*/state"):
         fsio.sync_dir(tree / "state")
     with pytest.raises(OSError, match="Input/output error: .*/gen/"):
@@ -613,9 +610,6 @@ def test_remove_tree_goes_through_one_rename(tree: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     (trash,) = os.listdir(tree.parent)
     assert trash.startswith(".trash-gen-")
-    assert fsio.sweep_trash(tree.parent) == [trash]
-    assert os.listdir(tree.parent) == []
-    assert fsio.sweep_trash(tree.parent) == []
 
 
 def test_remove_tree_follows_nothing(tree: Path, tmp_path: Path) -> None:
@@ -630,8 +624,6 @@ def test_remove_tree_follows_nothing(tree: Path, tmp_path: Path) -> None:
         fsio.remove_tree(outside / "precious")
     assert fsio.remove_tree(tree) is True
     assert fsio.remove_tree(tree) is False
-    (tmp_path / ".trash-planted").symlink_to(outside)
-    assert fsio.sweep_trash(tmp_path) == [".trash-planted"]
     assert (outside / "precious").exists()
 
 
