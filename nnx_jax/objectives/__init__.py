@@ -3,7 +3,6 @@
 from nnx_jax.objectives.checks import check_labels, check_targets
 from nnx_jax.objectives.losses import LOSSES, Loss, build_loss, wrap_user_loss
 from nnx_jax.objectives.metrics import METRIC_MODES, Metric, build_metric, metric_mode
-from nnx_jax.objectives.sums import add_sums, read_sums, zero_sums
 from nnx_jax.objectives.terms import LossTerm, check_terms, merge_terms, term_value, total_value
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "Loss",
     "LossTerm",
     "Metric",
-    "add_sums",
     "build_loss",
     "build_metric",
     "check_labels",
@@ -20,9 +18,7 @@ __all__ = [
     "check_terms",
     "merge_terms",
     "metric_mode",
-    "read_sums",
     "term_value",
     "total_value",
     "wrap_user_loss",
-    "zero_sums",
 ]

@@ -57,7 +57,7 @@ class Metric:
         mode: the better direction; None for a metric of the user's without one.
         update: (outputs, batch) -> float32 [size], the sums of one batch. A row counts once when its mask (and its
             `weight`) is above 0, else not at all; ignored and illegal labels never count. Counts are exact up to 2**24
-            items a batch; add batches in float64 on the host or with `sums.add_sums` on the device.
+            items a batch; add batches in float64 on the host, or keep what rounding loses as `step.evaluate` does.
         compute: float64 [size] -> float, on the host; NaN when no row counted.
     """
 

@@ -225,10 +225,6 @@ class StepPrograms:
             f"finite{after}; the state is as before that update; lower the rate, clip, or set nonfinite to 'skip'"
         )
 
-    def block(self, carry: Carry) -> None:
-        """Wait until the device has done every call so far; reads nothing."""
-        jax.block_until_ready(carry.leaves)
-
     def lower(self, kind: str, *args: Any) -> Any:
         """`jax.stages.Lowered` of the program "micro", "apply", "stacked" or "resident" for these arguments.
 

@@ -125,19 +125,9 @@ class Records:
         return self._flag(COMMITTED)
 
     @property
-    def skipped(self) -> np.ndarray:
-        """bool, the window the row closed became no update."""
-        return self.closed & ~self.committed
-
-    @property
     def empty(self) -> np.ndarray:
         """bool, the closed window had no valid target."""
         return self._flag(EMPTY)
-
-    @property
-    def nonfinite(self) -> np.ndarray:
-        """bool, the window was not finite so far."""
-        return self._flag(BAD)
 
     @property
     def halted(self) -> np.ndarray:

@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-INIT = 1
-"""Initial weights."""
 DROPOUT = 2
 """Dropout and every other noise of the training forward pass."""
 EVALUATION = 3

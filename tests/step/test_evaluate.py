@@ -13,7 +13,7 @@ import pytest
 from nnx_jax.objectives.terms import LossTerm
 from nnx_jax.step import place_columns, place_table
 from nnx_jax.step.evaluate import build_eval
-from nnx_jax.step.rng import DROPOUT, EVALUATION, INIT, run_key, stream_key
+from nnx_jax.step.rng import DROPOUT, EVALUATION, run_key, stream_key
 
 Kit = SimpleNamespace
 
@@ -86,10 +86,8 @@ def test_streams_differ_by_purpose_and_microbatch_only() -> None:
     assert run.tolist() == [2**8, 5]
     wanted = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), DROPOUT), 3)
     assert bits(run_key(5), DROPOUT, 3) == tuple(np.asarray(jax.random.key_data(wanted)).tolist())
-    many = {
-        bits(run_key(seed), purpose, n) for seed in (0, 1) for purpose in (INIT, DROPOUT, EVALUATION) for n in (0, 1)
-    }
-    assert len(many) == 12
+    many = {bits(run_key(seed), purpose, n) for seed in (0, 1) for purpose in (DROPOUT, EVALUATION) for n in (0, 1)}
+    assert len(many) == 8
 
 
 def test_an_infinite_loss_stays_infinite(kit: Kit) -> None:
