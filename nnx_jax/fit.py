@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core.errors import ConfigError, DataError, RunExistsError, nearest
+from nnx_jax.core.errors import ConfigError, DataError, NnxError, RunExistsError, nearest
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.compile_cache import enable_compile_cache
@@ -19,16 +21,17 @@ from nnx_jax.loop.callbacks import Callback, CallbackList, EarlyStopping
 from nnx_jax.loop.lifecycle import LoopPlan, LoopResult, StartPoint, restored, train
 from nnx_jax.loop.monitors import MonitorTracker
 from nnx_jax.loop.progress import Progress
-from nnx_jax.loop.records import history_columns
+from nnx_jax.loop.records import Rows, history_columns
 from nnx_jax.loop.signals import Interrupted
 from nnx_jax.objectives.losses import Loss, build_loss
 from nnx_jax.objectives.metrics import metric_mode
-from nnx_jax.optim.epochs import EpochSchedule
+from nnx_jax.optim.epochs import EpochSchedule, FormulaSchedule
 from nnx_jax.optim.schedules import Schedule
 from nnx_jax.optim.specs import build_epoch_schedule, build_schedule
 from nnx_jax.params.run import RunSpec
+from nnx_jax.params.train import MonitorSpec
 from nnx_jax.runs.provenance import ResumeStatus
-from nnx_jax.runs.resume import ResumePoint, find_point, require_same
+from nnx_jax.runs.resume import ResumePoint, find_point, probe, require_same
 from nnx_jax.runs.run import NNRun
 from nnx_jax.runs.store import RunStore, remove
 
@@ -101,11 +104,10 @@ def prepare(model: Any, spec: RunSpec) -> Job:
     Raises:
         ConfigError, DataError, ModelError: whatever is wrong, before anything is compiled or written.
     """
-    if spec.backend != "flax":
-        raise ConfigError(f"got '{spec.backend}'; this engine is 'flax'", path="backend")
+    _check_supported(spec)
     feeds = make_feeds(spec)
-    module = model.build(data_info(feeds), spec.train.seed)
     loss: Loss = build_loss(model.loss)
+    module = model.build(_sizes_for(loss, data_info(feeds)), spec.train.seed)
     per_epoch = _batches(spec, feeds["train"])
     clock, schedule = make_schedules(spec, per_epoch)
     engine = FlaxEngine(
@@ -115,7 +117,7 @@ def prepare(model: Any, spec: RunSpec) -> Job:
         feeds,
         schedule=schedule,
         schedule_state=_schedule_state(spec, clock, schedule),
-        net_state=None if model.params.net is None else model.params.net.state(),
+        net_state=model.net_state,
         freeze=model.frozen_patterns,
     )
     if engine.accumulate > engine.n_batches:
@@ -127,6 +129,24 @@ def prepare(model: Any, spec: RunSpec) -> Job:
         )
     run_id = spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec))
     return Job(spec, engine, clock, schedule, run_id)
+
+
+def _check_supported(spec: RunSpec) -> None:
+    """Refuse what this engine would ignore."""
+    if spec.backend != "flax":
+        raise ConfigError(f"got '{spec.backend}'; this engine is 'flax'", path="backend")
+    if spec.hooks:
+        raise ConfigError("update hooks are not taken by this engine; leave them out", path="hooks")
+    if math.prod(spec.mesh.values()) > 1:
+        raise ConfigError(f"got {dict(spec.mesh)}; this engine runs on one device, leave it out", path="mesh")
+
+
+def _sizes_for(loss: Loss, info: dict[str, Any]) -> dict[str, Any]:
+    """What the data says of sizes, with the outputs that the loss compares: values, not classes, for a regression."""
+    if loss.task in ("bernoulli", "values") and "target_shape" in info:
+        values = {name: size for name, size in info.items() if name != "n_classes"}
+        return values | {"output_dim": math.prod(info["target_shape"])}
+    return info
 
 
 def make_schedules(spec: RunSpec, batches: int | None) -> tuple[EpochSchedule | None, Schedule | None]:
@@ -149,9 +169,9 @@ def make_schedules(spec: RunSpec, batches: int | None) -> tuple[EpochSchedule | 
     return clock, None
 
 
-def metric_direction(spec: RunSpec) -> Any:
-    """Return the better direction of the run's monitor: its own, the metric's, or "min" for a loss."""
-    monitor = spec.train.monitor
+def metric_direction(spec: RunSpec, monitor: MonitorSpec | None = None) -> Any:
+    """Return the better direction of a monitor, by default the run's: its own, the metric's, or "min" for a loss."""
+    monitor = monitor or spec.train.monitor
     if monitor is None or (monitor.metric == "loss" and monitor.mode is None):
         return "min"
     declared = {metric.key: metric for metric in spec.model.metrics}
@@ -175,6 +195,8 @@ def fit(
     """
     enable_compile_cache()
     job = prepare(model, spec)
+    if (again := model.interrupted_run(spec)) is not None and probe(runs_dir, again) is not None:
+        job.run_id = again
     every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
     _check_monitors(job, every)
     source = _source_point(spec, runs_dir)
@@ -204,6 +226,8 @@ def fit(
             result = _loop(model, job, store, source, every, progress)
             _finish(job, store, result)
         except BaseException:
+            with contextlib.suppress(NnxError):
+                store.committer.drain()  # a second signal may have cut the wait for a commit in flight
             if store.status == "fresh" and store.committer.last is None:
                 remove(store.paths)  # nothing was committed: leave nothing behind
             raise
@@ -221,6 +245,8 @@ def _loop(
         state, start = _restore(job, state, point, mode, tracker)
         progress.message(f"continues {point.run_id}@{point.name}: epoch {start.epoch}, step {start.step}")
     end, steps = _length(spec, source)
+    if store.point is not None:  # wherever the source stands by now, this run keeps the length it began with
+        end, steps = store.point.host["length"]["end_epoch"], store.point.host["length"]["max_steps"]
     plan = LoopPlan(
         spec=spec,
         engine=engine,
@@ -234,12 +260,12 @@ def _loop(
         max_steps=steps,
         clock=job.clock,
         model=model,
-        records=list(NNRun.load(job.run_id, store.paths.root).records) if store.point is not None else [],
+        records=Rows(NNRun.load(job.run_id, store.paths.root).records if store.point is not None else ()),
     )
     try:
         return train(plan)
     except Interrupted:
-        model.adopt(engine.module)
+        model.interrupt(job.run_id, spec.train.seed)
         raise
 
 
@@ -278,10 +304,14 @@ def _check_plan(spec: RunSpec, source: ResumePoint, runs_dir: str | Path) -> Non
 
 
 def _check_reach(job: Job, source: ResumePoint) -> None:
-    """Check a schedule on the update clock up to where a continued run ends, which its own plan does not tell."""
-    if job.schedule is None or _mode(job.spec, source) != "stateful":
+    """Check a schedule up to where a continued run ends, which its own plan does not tell."""
+    if _mode(job.spec, source) != "stateful":
         return
     end, steps = _length(job.spec, source)
+    if isinstance(job.clock, FormulaSchedule) and end is not None:
+        job.clock.schedule.check(end)
+    if job.schedule is None:
+        return
     if steps is None and end is not None:
         window, position = job.engine.accumulate, source.host["position"]
         left = (end - position["epoch"]) * -(-job.engine.n_batches // window) - -(-position["batch"] // window)
@@ -297,7 +327,7 @@ def _restore(job: Job, state: Any, point: ResumePoint, mode: str, tracker: Monit
         weights = {name: value for name, value in point.load_all().items() if name.startswith(WEIGHTS)}
         state = engine.restore(state, weights, weights_only=True)
         return state, StartPoint(epoch=_next_epoch(host))
-    require_same(host["topology"], engine.topology(), "topology")
+    require_same(host["topology"], engine.topology, "topology")
     require_same(host["monitor"]["rule"], tracker.rule(), "monitor")
     state = engine.restore(state, point.load(engine.abstract(state)))
     if job.clock is not None:
@@ -353,6 +383,7 @@ def _check_monitors(job: Job, callbacks: CallbackList) -> None:
                 raise ConfigError(
                     f"EarlyStopping watches '{name}', which this run does not record{nearest(name, legal)}"
                 )
+            callback.direction = metric_direction(job.spec, callback.monitor)
 
 
 def _source_point(spec: RunSpec, runs_dir: str | Path) -> ResumePoint | None:

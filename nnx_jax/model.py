@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from flax import nnx
 
 from nnx_jax.core import fsio
 from nnx_jax.core.errors import ConfigError, ModelError, ResumePointError, RunExistsError
-from nnx_jax.core.hashing import hash_arrays
+from nnx_jax.core.hashing import content_hash, hash_arrays
 from nnx_jax.data.dataset import TrainingDataset
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
@@ -27,7 +28,7 @@ from nnx_jax.engines.inference import (
     weights_of,
 )
 from nnx_jax.engines.nnx_forward import PureModule, matching
-from nnx_jax.engines.scoring import score
+from nnx_jax.engines.scoring import ModelScorer
 from nnx_jax.fit import fit, prepare
 from nnx_jax.loop.callbacks import Callback
 from nnx_jax.loop.progress import Progress, make_progress
@@ -81,8 +82,12 @@ class NNModel:
         self._own_loss = loss
         self._module, self._wrapped, self._seed = module, module is not None, seed
         self._fresh_seed: int | None = None
+        self._resolved = self.params.net
         self._frozen: tuple[str, ...] = tuple(self.params.freeze)
         self._inference: Inference | None = None
+        self._scorer: ModelScorer | None = None
+        self._interrupted: tuple[str, dict[str, Any] | None, tuple[str, ...]] | None = None
+        self._began_as: dict[str, Any] | None = None
 
     # -- the network -------------------------------------------------------------------------------------------
 
@@ -100,15 +105,19 @@ class NNModel:
         """Glob patterns of the parameters that are not trained."""
         return self._frozen
 
+    @property
+    def net_state(self) -> dict[str, Any] | None:
+        """The built network's configuration with every size filled in; None for a module of your own."""
+        return None if self._wrapped or self._resolved is None else self._resolved.state()
+
     def build(self, info: Mapping[str, Any], seed: int) -> nnx.Module:
         """Return the module, building it once from `seed` and what the data says of its sizes."""
         if self._module is None:
             net = self.params.net
             if net is None:
                 raise ModelError("there is no network; give model.net, or a module from Python")
-            resolved = resolve(net, info)
-            self.params = self.params.replace(net=resolved)
-            self._module = build_net(resolved, rngs=nnx.Rngs(seed), info=info)
+            self._resolved = resolve(net, info)
+            self._module = build_net(self._resolved, rngs=nnx.Rngs(seed), info=info)
             self._fresh_seed = seed
         return self._module
 
@@ -120,7 +129,7 @@ class NNModel:
         """
         known: dict[str, Any] = {}
         if self._own_loss is not None:
-            known["loss"] = getattr(self._own_loss, "__qualname__", type(self._own_loss).__qualname__)
+            known["loss"] = _describe_function(self._own_loss)
         if self._frozen != tuple(self.params.freeze):
             known["freeze"] = list(self._frozen)
         if self._module is not None and self._fresh_seed != seed:
@@ -128,12 +137,27 @@ class NNModel:
         if self._wrapped:
             known["module"] = type(self._module).__qualname__
         if not known:
+            self._began_as = None
             return None
-        return {**(self.params.net.state() if self.params.net is not None else {}), **known}
+        self._began_as = {**(self.params.net.state() if self.params.net is not None else {}), **known}
+        return self._began_as
 
     def adopt(self, module: nnx.Module) -> None:
         """Take over trained weights: the module is the model's own from now on, and no longer a fresh one."""
         self._module, self._fresh_seed = module, None
+
+    def interrupt(self, run_id: str, seed: int) -> None:
+        """Remember which run a signal stopped, so that the same call continues it from its last commit."""
+        self._interrupted = (run_id, self._began_as, self._frozen)
+        self._module, self._fresh_seed = self.net, None
+
+    def interrupted_run(self, spec: RunSpec) -> str | None:
+        """Return the run that a signal stopped in this process, when `spec` describes that very run."""
+        if self._interrupted is None:
+            return None
+        run_id, identity, frozen = self._interrupted
+        same = self._frozen == frozen and spec.run_id(net=identity) == run_id
+        return run_id if same else None
 
     def freeze(self, *patterns: str) -> None:
         """Leave the parameters that match out of training: glob patterns of names such as `layers.0.*`.
@@ -206,6 +230,8 @@ class NNModel:
         progress: Progress,
     ) -> NNRun:
         """Train as a whole specification says; see `train`."""
+        if self.params.precision != spec.precision:  # prediction computes as training did
+            self.params = self.params.replace(precision=spec.precision)
         run = fit(self, spec, callbacks=callbacks, runs_dir=runs_dir, progress=progress)
         self.adopt(self.net)
         progress.message(f"Run saved to {_shown(run.path)}")
@@ -246,7 +272,9 @@ class NNModel:
         """
         known = isinstance(data, TrainingDataset)
         feed = Feed.evaluation(data, batch_size=min(batch_size, len(data)) or 1) if known else LoaderFeed(data)
-        return score(self.net, build_loss(self.loss), self.params, feed)
+        if self._scorer is None or self._scorer.module is not self.net or self._scorer.params != self.params:
+            self._scorer = ModelScorer(self.net, build_loss(self.loss), self.params)
+        return self._scorer.score(feed)
 
     def _outputs(self, x: Any, batch_size: int) -> np.ndarray:
         if isinstance(x, TrainingDataset):
@@ -285,6 +313,7 @@ class NNModel:
         point = find_point(runs_dir, source)
         run = NNRun.load(point.run_id, runs_dir)
         params = NNModelParams.from_state(run.state.get("model", {}), source=str(run.path / "run.yaml"))
+        params = params.replace(precision=point.host["topology"]["precision"])
         if module is None:
             net = point.host["topology"]["net"]
             if net is None:
@@ -323,6 +352,19 @@ def dry_run(spec: RunSpec) -> dict[str, Any]:
     enable_compile_cache()
     job = prepare(NNModel(params=spec.model), spec)
     return {"run_id": job.run_id, **job.engine.costs()}
+
+
+def _describe_function(function: Any) -> str:
+    """Name and digest of a loss given from Python: another text is another loss, so another run."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    try:
+        text = inspect.getsource(type(function) if code is None else function)
+    except (OSError, TypeError):
+        text = "" if code is None else code.co_code.hex() + repr(code.co_names)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held = [value if isinstance(value, str | int | float | bool) else type(value).__name__ for value in cells]
+    return f"{name}:{content_hash([text, repr(held), repr(getattr(function, '__defaults__', None))])[:16]}"
 
 
 def _shown(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from nnx_jax.engines.batches import TrainBatches
 from nnx_jax.engines.memory import explain_out_of_memory
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.scoring import Scorer, loss_value, width
-from nnx_jax.loop.engine import Evaluation, Poll, Record, Snapshot, Span
+from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
 from nnx_jax.objectives.checks import check_targets
 from nnx_jax.objectives.losses import Loss
 from nnx_jax.objectives.metrics import build_metric, user_metric
@@ -26,9 +27,9 @@ from nnx_jax.optim.build import describe, set_rate
 from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.run import RunSpec
 from nnx_jax.step import build_step
+from nnx_jax.step import records as step_records
 from nnx_jax.step.dispatch import choose_dispatch
 from nnx_jax.step.programs import Carry, StepPrograms
-from nnx_jax.step.records import Records
 from nnx_jax.step.state import COUNTERS
 
 _MAX_ROWS = 8192
@@ -85,10 +86,14 @@ class FlaxEngine:
         self.programs = self._programs()
         self.scorer = Scorer(self.pure, loss, self.metrics)
         self._batches: TrainBatches | None = None
-        self._early: list[Records] = []
+        self._early: list[step_records.Records] = []
         self._counters: Any = None
 
     # -- the Engine protocol -----------------------------------------------------------------------------------
+
+    def batch_count(self, state: Carry) -> int:
+        """Microbatches handed over so far, known without reading the device."""
+        return state.batch
 
     def start(self) -> Carry:
         """The first state, from the module's weights and the run's seed."""
@@ -102,6 +107,8 @@ class FlaxEngine:
         """Run the span in calls of a bounded size; `poll` is asked between them."""
         if span.first_batch == 0:
             self.programs.start_epoch(state)
+        with self._memory("placing the data", self.feed):
+            batches = self.batches
         done = 0
         while done < span.n_batches:
             if self.programs.room(state) < self._rows(1):
@@ -109,19 +116,19 @@ class FlaxEngine:
             count = self._call_size(state, span.n_batches - done)
             with self._memory(f"update {state.batch // self.accumulate + 1}", self.feed):
                 first, closes = span.first_batch + done, done + count == span.n_batches
-                self.batches.run(state, span.epoch, first, count, closes=closes)
+                batches.run(state, span.epoch, first, count, closes=closes)
             done += count
             if poll(done):
                 break
         return state, done
 
-    def read_records(self, state: Carry) -> tuple[list[Record], Exception | None]:
+    def read_records(self, state: Carry) -> tuple[list[Records], Exception | None]:
         """Records since the last call; with the error, and the state before it, when training halted."""
         with self._memory(f"an update before {state.batch // self.accumulate + 1}", self.feed):
             found, self._early = [*self._early, self.programs.read_records(state, check=False)], []
-        records: list[Record] = []
+        records: list[Records] = []
         for rows in found:
-            records += self._records(rows)
+            records.append(self._records(rows))
             try:
                 self.programs.raise_if_halted(rows)
             except NnxError as failure:
@@ -167,10 +174,11 @@ class FlaxEngine:
 
     def snapshot(self, state: Carry, epoch: int, batch: int) -> Snapshot:
         """The state's arrays by name, the data's position, and what both must fit on resume."""
-        return Snapshot(self.programs.named(state), self.batches.position(epoch, batch), self.topology())
+        return Snapshot(self.programs.named(state), self.batches.position(epoch, batch), self.topology)
 
+    @cached_property
     def topology(self) -> dict[str, Any]:
-        """Plain description of what a stored state fits: engine, optimizer, schedule, window, data."""
+        """Plain description of what a stored state fits: engine, net, optimizer, schedule, window, data."""
         like = jax.eval_shape(self.optimizer.init, self.pure.params)
         return {
             "engine": "flax",
@@ -180,6 +188,7 @@ class FlaxEngine:
             "accumulate": self.accumulate,
             "precision": self.spec.precision,
             "data": self.feed.descriptor(),
+            "n_batches": self.n_batches,
         }
 
     def abstract(self, state: Carry) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -304,7 +313,7 @@ class FlaxEngine:
             nonfinite=train.nonfinite,
             max_consecutive=train.max_consecutive_skips,
             record_every=train.record_every,
-            capacity=min(rows, _MAX_ROWS),
+            capacity=max(min(rows, _MAX_ROWS), self._rows(1)),
         )
 
     @property
@@ -325,30 +334,29 @@ class FlaxEngine:
         windows = min(self.batches.windows, max(self.programs.room(state) // self._rows(1), 1))
         return min(left, windows * self.accumulate)
 
-    def _records(self, rows: Records) -> list[Record]:
+    def _records(self, rows: step_records.Records) -> Records:
         halted = np.flatnonzero(rows.ints["halt"])
         good = int(halted[0]) if len(halted) else len(rows)
         if good:
             self._counters = np.array([rows.ints[name][good - 1] for name in COUNTERS], np.int32)
         sums = _columns(rows, [m.name for m in self.metrics])
-        listed = {name: column.tolist() for name, column in sums.items()}
-        batch, step, loss = rows.batch.tolist(), rows.step.tolist(), rows.loss.tolist()
-        closed, committed = rows.closed.tolist(), rows.committed.tolist()
-        rate, norm = rows.rate.astype(float).tolist(), rows.grad_norm.astype(float).tolist()
-        return [
-            Record(
-                batch[i], step[i], loss[i], rate[i] if committed[i] else None, norm[i] if closed[i] else None,
-                closed[i], committed[i], {name: column[i] for name, column in listed.items()},
-            )
-            for i in range(good)
-        ]  # fmt: skip
+        return Records(
+            batch=rows.batch[:good],
+            step=rows.step[:good],
+            loss=rows.loss[:good],
+            rate=rows.rate[:good].astype(np.float64),
+            grad_norm=rows.grad_norm[:good].astype(np.float64),
+            closed=rows.closed[:good],
+            committed=rows.committed[:good],
+            sums={name: column[:good] for name, column in sums.items()},
+        )
 
 
 def _specs(signature: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(column.shape, column.dtype) for name, column in signature.items()}
 
 
-def _columns(rows: Records, metrics: Sequence[str]) -> dict[str, np.ndarray]:
+def _columns(rows: step_records.Records, metrics: Sequence[str]) -> dict[str, np.ndarray]:
     """Sums by name, float64 [n, size]: "loss" holds every term's numerator, then every denominator."""
     terms = [*rows.num.values(), *rows.den.values()]
     columns = {"loss": np.stack(terms, axis=1).astype(np.float64)}

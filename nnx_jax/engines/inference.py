@@ -80,6 +80,8 @@ class Inference:
         rows = settle("x", np.asarray(x), "predict")
         if rows.ndim == 0 or len(rows) == 0:
             raise DataError("predict needs at least one row, got none")
+        if batch_size < 1:
+            raise DataError(f"batch_size must be 1 or more, got {batch_size}")
         self._pure = PureModule(self.module, compute_dtype=self.dtype)
         params = {**self._pure.params, **self._pure.frozen}
         size = min(batch_size, len(rows))

@@ -83,7 +83,8 @@ class PureModule:
         outputs = jax.tree.map(_to_float32, outputs)
         _, _, _, rest = _split(module)
         _, new_state = _named(rest)
-        return outputs, {name: value.astype(self.model_state[name].dtype) for name, value in new_state.items()}
+        # What a forward pass adds (`sow`) is not state of the model and is left behind.
+        return outputs, {name: new_state[name].astype(old.dtype) for name, old in self.model_state.items()}
 
     def _call(self, module: nnx.Module, x: jax.Array, mask: jax.Array | None, train: bool) -> Any:
         """A module that takes the row mask gets it; of any other, the BatchNorms leave masked rows out."""

@@ -25,10 +25,11 @@ RESIDENT_BYTES = 256 * 1024**2
 class Scorer:
     """The evaluation program of one module, its loss and metrics; compiled once per batch shape."""
 
-    def __init__(self, pure: PureModule, loss: Loss, metrics: Sequence[Metric]) -> None:
-        self.metrics = tuple(metrics)
+    def __init__(self, pure: PureModule, loss: Loss, metrics: Sequence[Metric], *, keep: bool = True) -> None:
+        """With `keep`, what was placed on the device stays there for the next scoring of the same feed."""
+        self.metrics, self._keep = tuple(metrics), keep
         self._evaluator = build_eval(pure.forward, loss, metrics)
-        self._placed: dict[int, tuple[Any, Any]] = {}
+        self._placed: dict[int, tuple[Any, tuple[Any, Any] | None]] = {}
 
     def score(self, params: Mapping[str, Any], model_state: Mapping[str, Any], feed: Any) -> Evaluation:
         """Score every row of the feed once with these weights; one read from the device.
@@ -36,11 +37,9 @@ class Scorer:
         Raises:
             DataError: no rows, or labels that are no class of the model.
         """
-        columns = feed.arrays()
-        if columns is not None and sum(column.nbytes for column in columns.values()) <= RESIDENT_BYTES:
-            if id(feed) not in self._placed:
-                self._placed[id(feed)] = place_columns(columns), place_table(feed.order(0))
-            sums = self._evaluator.resident(params, model_state, *self._placed[id(feed)])
+        placed = self._place(feed)
+        if placed is not None:
+            sums = self._evaluator.resident(params, model_state, *placed)
         else:
             sums = self._evaluator.host(params, model_state, feed.batches(0))
         if sums.rows == 0:
@@ -50,15 +49,37 @@ class Scorer:
         values = {metric.name: float(metric.compute(sums.metrics[metric.name])) for metric in self.metrics}
         return Evaluation({"loss": sums.loss, **values}, sums.rows)
 
+    def _place(self, feed: Any) -> tuple[Any, Any] | None:
+        """The feed's columns and row table on the device, placed once; None for what is too large or not in memory."""
+        if id(feed) not in self._placed:
+            columns = feed.arrays()
+            placed = None
+            if columns is not None and sum(column.nbytes for column in columns.values()) <= RESIDENT_BYTES:
+                placed = place_columns(columns), place_table(feed.order(0))
+            if not self._keep:
+                return placed
+            self._placed[id(feed)] = (feed, placed)  # the feed is kept, so that its id stays its own
+        return self._placed[id(feed)][1]
 
-def score(module: nnx.Module, loss: Loss, params: NNModelParams, feed: Any) -> dict[str, float]:
-    """Return loss and metrics of a module over a feed; its modes are not touched."""
-    pure = PureModule(module, compute_dtype=params.precision)
-    batch = {n: jax.ShapeDtypeStruct(column.shape, column.dtype) for n, column in feed.signature().items()}
-    named = {**pure.params, **pure.frozen}
-    outputs = jax.eval_shape(lambda p, s, b: pure.forward(p, s, b, None, False)[0], named, pure.model_state, batch)
-    metrics = [build_metric(metric, width(outputs), loss=loss) for metric in params.metrics]
-    return dict(Scorer(pure, loss, metrics).score(named, pure.model_state, feed).values)
+
+class ModelScorer:
+    """Scores of one module with one loss and its metrics; compiled at the first use, weights taken at every use."""
+
+    def __init__(self, module: nnx.Module, loss: Loss, params: NNModelParams) -> None:
+        self.module, self.loss, self.params = module, loss, params
+        self._scorer: Scorer | None = None
+
+    def score(self, feed: Any) -> dict[str, float]:
+        """Return loss and metrics over a feed; the module's modes are not touched."""
+        pure = PureModule(self.module, compute_dtype=self.params.precision)
+        named = {**pure.params, **pure.frozen}
+        if self._scorer is None:
+            batch = {n: jax.ShapeDtypeStruct(column.shape, column.dtype) for n, column in feed.signature().items()}
+            forward = lambda p, s, b: pure.forward(p, s, b, None, False)[0]  # noqa: E731
+            outputs = jax.eval_shape(forward, named, pure.model_state, batch)
+            metrics = [build_metric(metric, width(outputs), loss=self.loss) for metric in self.params.metrics]
+            self._scorer = Scorer(pure, self.loss, metrics, keep=False)
+        return dict(self._scorer.score(named, pure.model_state, feed).values)
 
 
 def width(outputs: Any) -> int:

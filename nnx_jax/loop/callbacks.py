@@ -24,9 +24,9 @@ class TrainContext:
         step: committed updates so far.
         values: whole-epoch values by name ("train_loss", "val_accuracy", ...).
         decision: the monitor's decision of this epoch, None before the first.
-        records: history rows of this session.
+        records: history rows of the run so far.
         rates: learning rate of the last update.
-        should_stop: set True to end after this epoch's commit.
+        should_stop: set True to end the run at the next commit: this epoch's, or at once after a validation inside it.
         deferred: tags to write as checkpoints after BEST (ModelCheckpoint appends here).
     """
 
@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         monitor: a MonitorSpec, a name like "val_loss", or None for the run's own monitor decision.
         patience: measurements without improvement before stopping; 0 and 1 behave alike.
         min_delta: least change that counts, for a monitor given by name.
-        mode: "min" or "max", for a monitor given by name.
+        mode: "min" or "max", for a monitor given by name; None is the metric's own direction.
         name: component name when several are used.
 
     Raises:
@@ -113,30 +113,33 @@ class EarlyStopping(Callback):
         monitor: MonitorSpec | str | None = None,
         patience: int = 10,
         min_delta: float = 0.0,
-        mode: str = "min",
+        mode: str | None = None,
         name: str | None = None,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ConfigError(f"EarlyStopping.patience must be a whole number >= 0, got {patience!r}")
-        if mode not in ("min", "max"):
+        if mode not in (None, "min", "max"):
             raise ConfigError(f"EarlyStopping.mode must be 'min' or 'max', got {mode!r}")
         if isinstance(monitor, str):
             split, _, metric = monitor.partition("_")
             if split not in ("train", "val") or not metric or "." in metric:
                 raise ConfigError(f"EarlyStopping.monitor must look like 'val_loss', got {monitor!r}")
             monitor = MonitorSpec(metric=metric, split=split, mode=mode, min_delta=min_delta)
-        elif min_delta != 0.0 or mode != "min":
+        elif min_delta != 0.0 or mode is not None:
             raise ConfigError("EarlyStopping takes min_delta and mode from its MonitorSpec; set them there")
         self.monitor, self.patience = monitor, patience
         self.component_name, self.component_named = name or "early_stopping", name is not None
         self.wait = 0
         self.stopped_epoch: int | None = None
-        self._tracker = MonitorTracker(monitor, monitor.mode or "min") if monitor else None
+        self.direction = (monitor.mode if monitor else None) or "min"
+        self._tracker = self._fresh_tracker()
 
     def on_train_begin(self, ctx: TrainContext) -> None:
         self.wait, self.stopped_epoch = 0, None
-        if self.monitor:
-            self._tracker = MonitorTracker(self.monitor, self.monitor.mode or "min")
+        self._tracker = self._fresh_tracker()
+
+    def _fresh_tracker(self) -> MonitorTracker | None:
+        return MonitorTracker(self.monitor, self.direction) if self.monitor else None
 
     def on_validation(self, ctx: TrainContext) -> None:
         decision = self._tracker.decide(ctx.values) if self._tracker else ctx.decision

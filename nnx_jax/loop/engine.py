@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Span:
@@ -17,28 +19,33 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What one window measured (one microbatch, when rows are kept per microbatch), read from the device.
+class Records:
+    """What windows measured (or microbatches, when rows are kept per microbatch), by column, oldest first.
+
+    Columns and not objects: a small model makes ten thousand of these a second.
 
     Attributes:
-        batch: microbatches seen by the run before its last one.
-        step: committed updates after it.
-        loss: its sums divided, terms weighted and added, in nats or the loss's unit.
-        rate: learning rate its update used; None without an update.
-        grad_norm: global gradient norm before clipping; None when it closed no window.
-        closed: it closed a window.
-        committed: that window became an update; False for an open or a skipped window.
-        sums: loss and metric sums to add up, by name.
+        batch: int [n], microbatches seen by the run before the record's last one.
+        step: int [n], committed updates after it.
+        loss: float64 [n], its sums divided, terms weighted and added, in nats or the loss's unit.
+        rate: float64 [n], learning rate its update used; means nothing without an update.
+        grad_norm: float64 [n], global gradient norm before clipping; means nothing where no window was closed.
+        closed: bool [n], it closed a window.
+        committed: bool [n], that window became an update; False for an open or a skipped window.
+        sums: loss and metric sums to add up, float64 [n, size] by name.
     """
 
-    batch: int
-    step: int
-    loss: float
-    rate: float | None
-    grad_norm: float | None
-    closed: bool
-    committed: bool
-    sums: Mapping[str, Sequence[float]]
+    batch: np.ndarray
+    step: np.ndarray
+    loss: np.ndarray
+    rate: np.ndarray
+    grad_norm: np.ndarray
+    closed: np.ndarray
+    committed: np.ndarray
+    sums: Mapping[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.batch)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ class Engine(Protocol):
         """Microbatches in a full window."""
         ...
 
+    def batch_count(self, state: Any) -> int:
+        """Microbatches handed over so far, known without reading the device."""
+        ...
+
     def start(self) -> Any:
         """Build and place the first state."""
         ...
@@ -83,7 +94,7 @@ class Engine(Protocol):
         """Run the span, or its first windows when `poll` says stop; return the new state and the microbatches done."""
         ...
 
-    def read_records(self, state: Any) -> tuple[list[Record], Exception | None]:
+    def read_records(self, state: Any) -> tuple[list[Records], Exception | None]:
         """Fetch the records since the last call: the loop's only read from the device while training.
 
         When training halted (a value that is not finite, an impossible label), the error comes with the records

@@ -13,7 +13,7 @@ from nnx_jax.loop.clocks import Cadence, span_batches
 from nnx_jax.loop.engine import Engine, Span
 from nnx_jax.loop.monitors import MonitorRecord, MonitorTracker, as_dict
 from nnx_jax.loop.progress import Progress
-from nnx_jax.loop.records import RecordKeeper
+from nnx_jax.loop.records import RecordKeeper, Rows
 from nnx_jax.loop.signals import Interrupted, StopRequest
 from nnx_jax.params.run import RunSpec
 from nnx_jax.runs.commit import CommitPoint
@@ -85,7 +85,7 @@ class LoopPlan:
     max_steps: int | None
     clock: EpochClock | None = None
     model: Any = None
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: Rows = field(default_factory=Rows)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class LoopResult:
     values: dict[str, float]
     epoch: int
     step: int
-    records: list[dict[str, Any]]
+    records: Rows
 
 
 class Session:
@@ -111,11 +111,17 @@ class Session:
             commit=checkpoint.every_n_steps,
             max_steps=plan.max_steps,
         )
-        self.keeper = RecordKeeper(self.engine.summarize, n_batches=self.engine.n_batches, every=train.record_every)
         start = plan.start
+        first = start.epoch * self.engine.n_batches + start.batch
+        # Microbatches are counted from the run's own beginning; one that took over weights begins at a later epoch.
+        self.shift = first - self.engine.batch_count(plan.state)
+        self.keeper = RecordKeeper(
+            self.engine.summarize, n_batches=self.engine.n_batches, every=train.record_every, shift=self.shift
+        )
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
-        self.read_batch = start.epoch * self.engine.n_batches + start.batch
+        self.read_batch = first
         self.committed_step = start.step
+        self.validated = -1
         self.seen = start.step if start.seen is None else start.seen
         """Updates up to which the host events inside epochs (log, evaluation, commit) were done."""
         self.ctx = TrainContext(plan.store.paths.run_id, plan.model, start.epoch, start.step, dict(start.values))
@@ -143,7 +149,11 @@ class Session:
                 raise
             finally:
                 self._finalize(error)
-        return LoopResult(self.state, dict(ctx.values), self.epoch, self.step, plan.records)
+            if self.stop:
+                raise Interrupted(self.stop.number or 0)  # it came too late for an update; LAST is whole
+        current = self.validated == self.step or plan.start.step == self.step
+        values = {n: v for n, v in ctx.values.items() if current or n.startswith("train_")}
+        return LoopResult(self.state, values, self.epoch, self.step, plan.records)
 
     # -- one epoch ---------------------------------------------------------------------------------------------
 
@@ -187,12 +197,18 @@ class Session:
 
     def _read(self) -> None:
         """Fetch the records: the host's only read from the device; the true update count comes with them."""
-        records, failure = self.engine.read_records(self.state)
-        if records:
-            self.step = self.ctx.step = records[-1].step
-            self.read_batch = records[-1].batch + 1
-            self.ctx.rate = next((r.rate for r in reversed(records) if r.rate is not None), self.ctx.rate)
-        self._write(self.keeper.rows(records))
+        found, failure = self.engine.read_records(self.state)
+        for records in found:
+            if not len(records):
+                continue
+            self.step = self.ctx.step = int(records.step[-1])
+            self.read_batch = int(records.batch[-1]) + 1 + self.shift
+            updates = records.committed.nonzero()[0]
+            if len(updates):
+                self.ctx.rate = float(records.rate[updates[-1]])
+            table = self.keeper.table(records)
+            self.plan.store.history.append_table(table, len(records))
+            self.plan.records.append_table(table, len(records))
         if failure is not None:
             self._keep_progress()
             raise failure
@@ -203,9 +219,9 @@ class Session:
         if self.step > self.committed_step:
             self._commit()
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        self.plan.store.history.append(rows)
-        self.plan.records += rows
+    def _write(self, row: dict[str, Any]) -> None:
+        self.plan.store.history.append([row])
+        self.plan.records.append(row)
 
     def _mid_epoch(self) -> None:
         """Host events inside an epoch: log, evaluate, commit, in this order."""
@@ -217,7 +233,7 @@ class Session:
         decision = None
         if due(self.cadence.evaluate, seen, self.step) or ends:
             decision = self._validate()
-            self._write([self._values_row("eval", decision)])
+            self._write(self._values_row("eval", decision))
         if due(self.cadence.log, seen, self.step) or decision is not None:
             self.plan.progress.values(self.epoch, self.step, self.ctx.values, epoch_end=False)
         improved = decision is not None and decision.improved
@@ -231,15 +247,17 @@ class Session:
         self._summarize()
         train, checkpoint, epoch = self.plan.spec.train, self.plan.spec.checkpoint, self.epoch
         last = self._last_epoch(epoch)
-        by_epoch = (epoch + 1) % (train.eval_every_n_epochs or 1) == 0
+        every = train.eval_every_n_epochs
+        by_epoch = every is not None and (epoch + 1) % every == 0
         decision = None
         if by_epoch or last or self.cadence.due(self.cadence.evaluate, seen, self.step):
             decision = self._validate()
         if self.plan.clock is not None:
             self.plan.clock.step(decision.value if decision is not None else None)
-        self._write([self._values_row("epoch", decision)])
+        self._write(self._values_row("epoch", decision))
         self.plan.callbacks.epoch_end(self.ctx)
-        self.plan.progress.values(epoch, self.step, self.ctx.values, epoch_end=True)
+        fresh = {n: v for n, v in self.ctx.values.items() if decision is not None or n.startswith("train_")}
+        self.plan.progress.values(epoch, self.step, fresh, epoch_end=True)
         self.epoch, self.batch = epoch + 1, 0
         self.keeper.begin_epoch()
         improved = decision is not None and decision.improved
@@ -269,6 +287,7 @@ class Session:
         evaluation = self.engine.evaluate(self.state, "val")
         if evaluation is not None:
             self.ctx.values.update({f"val_{name}": value for name, value in evaluation.values.items()})
+        self.validated = self.step
         self.ctx.decision = self.plan.tracker.decide(self.ctx.values)
         self.plan.callbacks.validation(self.ctx)
         return self.ctx.decision
@@ -332,7 +351,8 @@ class Session:
             "stopped": self.ctx.should_stop,
             "totals": storable(self.keeper.epoch.totals),
             "values": storable(self.ctx.values),
-            "rate": self.ctx.rate,
+            "rate": storable(self.ctx.rate),
+            "length": {"end_epoch": self.plan.end_epoch, "max_steps": self.plan.max_steps},
             "clock": clock.state() if clock is not None else None,
             "monitor": self.plan.tracker.state(),
             "decision": storable(as_dict(self.ctx.decision)) if self.ctx.decision else None,

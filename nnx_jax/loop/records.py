@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
 
-from nnx_jax.loop.engine import Record
+import numpy as np
+
+from nnx_jax.loop.engine import Records
 
 Sums = Mapping[str, Sequence[float]]
 Summarize = Callable[[Sums], dict[str, float]]
@@ -23,61 +25,127 @@ def history_columns(metrics: Sequence[str], *, validates: bool) -> tuple[str, ..
 
 
 class SumTotals:
-    """Adds record sums in float64, in the order they came."""
+    """Adds record sums in float64, one after the other in the order they came, so that a resume adds the same way."""
 
     def __init__(self, totals: Sums | None = None) -> None:
         self.totals: dict[str, list[float]] = {name: list(values) for name, values in (totals or {}).items()}
 
-    def add(self, sums: Sums) -> None:
-        """Add one record's sums."""
+    def add(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Add the sums of records, float64 [n, size] by name."""
         for name, values in sums.items():
-            total = self.totals.setdefault(name, [0.0] * len(values))
-            for index, value in enumerate(values):
-                total[index] += value
+            if len(values):
+                before = np.asarray(self.totals.get(name, np.zeros(values.shape[1])), np.float64)
+                self.totals[name] = np.add.accumulate(np.vstack([before, values]))[-1].tolist()
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """History rows of a session; rows that came as columns become dicts only when somebody looks at them."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self._parts: list[list[dict[str, Any]] | tuple[dict[str, Any], int]] = [list(rows)]
+        self._ends = [len(self._parts[0])]
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row."""
+        self._add([row], 1)
+
+    def append_table(self, table: dict[str, Any], n_rows: int) -> None:
+        """Add rows given by column, see `RecordKeeper.table`."""
+        self._add((table, n_rows), n_rows)
+
+    def _add(self, part: Any, n_rows: int) -> None:
+        self._parts.append(part)
+        self._ends.append(self._ends[-1] + n_rows)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        at = bisect_right(self._ends, place)
+        part, offset = self._parts[at], place - (self._ends[at - 1] if at else 0)
+        if isinstance(part, list):
+            return part[offset]
+        return {name: values[offset] if isinstance(values, list) else values for name, values in part[0].items()}
 
 
 class RecordKeeper:
     """Turns the records of one epoch into rows and into the epoch's training summary.
 
-    `every` is "update" or "batch": what one record stands for. A microbatch counts in the summary when its window
-    became an update, so a vetoed window leaves no trace but its row. Commits happen at window borders, where no
-    window is open; the totals are then all there is to store.
+    `every` is "update" or "batch": what one record stands for; `shift` is added to the records' microbatch count. A
+    microbatch counts in the summary when its window became an update, so a vetoed window leaves no trace but its row.
+    Commits happen at window borders, where no window is open; the totals are then all there is to store.
     """
 
-    def __init__(self, summarize: Summarize, *, n_batches: int, every: str) -> None:
-        self.summarize, self.n_batches, self.every = summarize, n_batches, every
+    def __init__(self, summarize: Summarize, *, n_batches: int, every: str, shift: int = 0) -> None:
+        self.summarize, self.n_batches, self.every, self.shift = summarize, n_batches, every, shift
         self.epoch = SumTotals()
-        self._open: list[Sums] = []
+        self._open: list[Mapping[str, np.ndarray]] = []
 
     def begin_epoch(self, totals: Sums | None = None) -> None:
         """Start an epoch, or continue one from stored totals."""
         self.epoch = SumTotals(totals)
         self._open = []
 
-    def rows(self, records: Sequence[Record]) -> list[dict[str, Any]]:
-        """Rows for these records, oldest first; adds them to the epoch's summary."""
-        rows: list[dict[str, Any]] = []
-        for record in records:
-            rows.append(self._row(record))
-            self._open.append(record.sums)
-            if record.closed:
-                if record.committed:
-                    for sums in self._open:
-                        self.epoch.add(sums)
-                self._open = []
-        return rows
+    def table(self, records: Records) -> dict[str, Any]:
+        """History columns for these records, each a list or one value for all; adds them to the epoch's summary."""
+        self._add(records)
+        epoch, batch = np.divmod(records.batch + self.shift, self.n_batches)
+        skipped = records.closed & ~records.committed
+        table: dict[str, Any] = {
+            "kind": self.every,
+            "epoch": epoch.tolist(),
+            "batch": batch.tolist(),
+            "step": records.step.tolist(),
+            "lr": _or_none(records.rate, records.committed),
+            "grad_norm": _or_none(records.grad_norm, records.closed),
+            "skipped": skipped.astype(int).tolist(),
+        }
+        for name, values in self._values(records).items():
+            table[f"train_{name}"] = _or_none(values, ~np.isnan(values) | records.sums[name].any(axis=1))
+        return table
 
-    def _row(self, record: Record) -> dict[str, Any]:
-        epoch, batch = divmod(record.batch, self.n_batches)
-        row: dict[str, Any] = {"kind": self.every, "epoch": epoch, "batch": batch, "step": record.step}
-        row.update(lr=record.rate, grad_norm=record.grad_norm, skipped=int(record.closed and not record.committed))
-        for name, value in {**self.summarize(record.sums), "loss": record.loss}.items():
-            nothing_counted = math.isnan(value) and not any(record.sums[name])
-            row[f"train_{name}"] = None if nothing_counted else value
-        return row
+    def _values(self, records: Records) -> dict[str, np.ndarray]:
+        """The value of every record by name, float64 [n]."""
+        values = {name: np.empty(len(records)) for name in records.sums}
+        if len(values) > 1:
+            for place in range(len(records)):
+                found = self.summarize({name: sums[place] for name, sums in records.sums.items()})
+                for name, value in found.items():
+                    values[name][place] = value
+        return {**values, "loss": records.loss}
+
+    def _add(self, records: Records) -> None:
+        """Add up the windows that became updates; keep the sums of the one still open."""
+        closing = np.flatnonzero(records.closed)
+        end = int(closing[-1]) + 1 if len(closing) else 0
+        counts = records.committed[closing[np.searchsorted(closing, np.arange(end))]] if end else np.zeros(0, bool)
+        if end:
+            for sums in self._open if records.committed[closing[0]] else ():
+                self.epoch.add(sums)
+            self.epoch.add({name: sums[:end][counts] for name, sums in records.sums.items()})
+            self._open = []
+        if end < len(records):
+            self._open.append({name: sums[end:] for name, sums in records.sums.items()})
 
     def summary(self) -> dict[str, float]:
         """Whole-epoch training values so far, by name ("train_loss", ...); empty before the first update."""
         if not self.epoch.totals:
             return {}
         return {f"train_{name}": value for name, value in self.summarize(self.epoch.totals).items()}
+
+
+def _or_none(values: np.ndarray, counts: np.ndarray) -> list[Any]:
+    """Python numbers, None where it does not count."""
+    listed: list[Any] = values.tolist()
+    for place in np.flatnonzero(~counts).tolist():
+        listed[place] = None
+    return listed

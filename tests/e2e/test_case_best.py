@@ -117,7 +117,10 @@ def test_a_resume_remembers_the_best_and_the_patience(tmp_path: Path) -> None:
         script.fit(tmp_path, monitor=LOWER, callbacks=stops, **PLAIN)
     stopped = only_run(tmp_path)
     host = stopped.checkpoint().host
-    assert (host["components"]["early_stopping"]["wait"], stopped.last.epoch if stopped.last else None) == (1, 2)
+    assert (host["components"]["early_stopping"]["state"]["wait"], stopped.last.epoch if stopped.last else None) == (
+        1,
+        2,
+    )
     assert host["monitor"]["best"] == pytest.approx(0.3)
     with pytest.raises(ComponentRestoreError, match="early_stopping"):
         script.fit(tmp_path, monitor=LOWER, callbacks=[EarlyStopping("val_loss", patience=3)], **PLAIN)
@@ -263,7 +266,7 @@ def test_one_decision_for_best_plateau_and_patience(tmp_path: Path, monkeypatch:
     assert best_epoch(run) == 1
     host = run.checkpoint().host
     assert host["clock"]["bad_epochs"] == 2
-    assert host["components"]["early_stopping"]["wait"] == stopper.wait == 2
+    assert host["components"]["early_stopping"]["state"]["wait"] == stopper.wait == 2
 
 
 def test_only_a_strictly_better_value_improves(tmp_path: Path) -> None:

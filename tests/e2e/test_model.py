@@ -263,3 +263,48 @@ def test_a_missing_argument_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no training data"):
         NNModel(module=Linear()).train(train_params(), runs_dir=tmp_path, quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("loss", "targets"), [("mse", [0, 5, 2, 7]), ("binary_cross_entropy", [0, 1, 1, 0])])
+def test_whole_number_targets_of_a_regression_need_no_cast(tmp_path: Path, loss: str, targets: list[int]) -> None:
+    rows = ArrayDataset(x=dataset(4).arrays()["x"], y=np.array(targets))
+    net = NNModel(net_params(norm=None), NNModelParams(loss=loss))
+    fit(tmp_path, of=net, n_epochs=1, data=data_params(train=rows, val=None))
+    assert net.predict(rows.arrays()["x"]).logits.shape == (4, 1)
+
+
+def test_a_forward_pass_may_sow(tmp_path: Path) -> None:
+    class Sows(Linear):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            outputs = super().__call__(x)
+            self.sow(nnx.Intermediate, "h", outputs)
+            return outputs
+
+    assert fit(tmp_path, of=NNModel(module=Sows()), n_epochs=1).status == "finished"
+
+
+def test_two_losses_of_one_name_are_two_runs(tmp_path: Path) -> None:
+    def scaled(factor: float) -> Any:
+        def loss(predicted: Any, target: Any) -> Any:
+            return factor * ((predicted - jax.nn.one_hot(target, 3)) ** 2).sum(axis=-1)
+
+        return loss
+
+    runs = {fit(tmp_path, of=NNModel(module=Linear(), loss=scaled(f)), n_epochs=1).id for f in (1.0, 2.0)}
+    assert len(runs) == 2
+
+
+def test_scoring_again_compiles_nothing(tmp_path: Path) -> None:
+    net = NNModel(module=Linear())
+    net.evaluate(dataset(9, seed=1))
+    scorer = net._scorer
+    net.evaluate(dataset(9, seed=1))
+    assert scorer is not None
+    assert scorer is net._scorer
+
+
+def test_prediction_uses_the_precision_of_the_training(tmp_path: Path) -> None:
+    net = model(norm=None)
+    run = fit(tmp_path, of=net, n_epochs=1, precision="bfloat16")
+    assert net.params.precision == "bfloat16"
+    assert NNModel.from_checkpoint(run.id, runs_dir=tmp_path).params.precision == "bfloat16"

@@ -317,3 +317,82 @@ def test_errors_come_before_the_directory(tmp_path: Path) -> None:
         with pytest.raises(NnxError, match=problem):
             fit(tmp_path, **settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_from_weights_counts_from_its_first_epoch_and_can_be_continued(tmp_path: Path) -> None:
+    source = fit(tmp_path, n_epochs=2)
+    settings: dict[str, Any] = {"n_epochs": 2, "resume_from_run_id": source.id, "resume_mode": "weights_only"}
+    straight = fit(tmp_path, checkpoint=EVERY_STEP, **settings)
+    updates = [(row["epoch"], row["batch"]) for row in straight.records if row["kind"] == "update"]
+    assert updates == [(epoch, batch) for epoch in (2, 3) for batch in range(6)]
+    settings["eval_every_n_steps"] = 2
+    whole = fit(tmp_path, salt="whole", checkpoint=EVERY_STEP, **settings)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        fit(tmp_path, salt="cut", checkpoint=EVERY_STEP, callbacks=[Bomb(step=4)], **settings)
+    cut = fit(tmp_path, salt="cut", checkpoint=EVERY_STEP, **settings)
+    assert (cut.path / "idps.csv").read_bytes() == (whole.path / "idps.csv").read_bytes()
+
+
+def test_a_continuation_keeps_its_length_when_its_source_moves_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"scheduler": {"kind": "constant", "clock": "epoch"}}
+    with pytest.raises(RuntimeError, match="stopped here"):
+        fit(tmp_path, n_epochs=3, callbacks=[Bomb(epoch=1)], **settings)
+    source = NNRun.all(tmp_path)[0]
+    child: dict[str, Any] = {"n_epochs": 2, "resume_from_run_id": source.id, "salt": "child", **settings}
+    with pytest.raises(RuntimeError, match="stopped here"):
+        fit(tmp_path, callbacks=[Bomb(epoch=2)], **child)
+    fit(tmp_path, n_epochs=3, **settings)
+    done = fit(tmp_path, **child)
+    assert [row["epoch"] for row in done.records if row["kind"] == "epoch"] == [1, 2]
+
+
+def test_the_same_call_after_a_signal_continues_the_same_run(tmp_path: Path) -> None:
+    """case:L05 on one model object: what the message promises."""
+    import os
+    import signal
+
+    class Signal(Callback):
+        def on_epoch_begin(self, ctx: TrainContext) -> None:
+            if ctx.epoch == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    net = model()
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "a", of=net, callbacks=[Signal()])
+    assert net.predict(dataset().arrays()["x"]).logits.shape == (23, 3)
+    again = fit(tmp_path / "a", of=net)
+    assert_same_run(again, fit(tmp_path / "b"))
+    assert len(NNRun.all(tmp_path / "a")) == 1
+
+
+def test_early_stopping_takes_the_direction_of_the_metric(tmp_path: Path) -> None:
+    """case:H04 accuracy that rises is an improvement, whether the monitor comes by name or by spec."""
+    for number, monitor in enumerate((MonitorSpec(metric="accuracy"), "val_accuracy")):
+        stopper = EarlyStopping(monitor, patience=1)
+        run = fit(tmp_path / str(number), n_epochs=12, callbacks=[stopper], optim={"max_lr": 3e-2})
+        seen = [row["val_accuracy"] for row in run.records if row["kind"] == "epoch"]
+        best, stop = -1.0, None
+        for epoch, value in enumerate(seen):
+            if value <= best:
+                stop = epoch
+                break
+            best = value
+        assert stopper.stopped_epoch == stop
+        assert stopper.direction == "max"
+
+
+def test_evaluation_by_updates_only(tmp_path: Path) -> None:
+    run = fit(tmp_path, n_epochs=3, eval_every_n_epochs=None)
+    epochs = [row for row in run.records if row["kind"] == "epoch"]
+    assert [row["val_loss"] is None for row in epochs] == [True, True, False]  # the last state is always scored
+
+
+def test_what_the_engine_would_ignore_is_refused(tmp_path: Path) -> None:
+    from nnx_jax.fit import prepare
+    from nnx_jax.params.run import RunSpec
+
+    from .helpers import net_params, train_params
+
+    spec = RunSpec(model={"net": net_params()}, data=data_params(), train=train_params(), mesh={"data": 2})
+    with pytest.raises(ConfigError, match="mesh: got .* one device"):
+        prepare(NNModel(params=spec.model), spec)

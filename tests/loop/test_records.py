@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nnx_jax.loop.clocks import Cadence, span_batches
-from nnx_jax.loop.engine import Record
-from nnx_jax.loop.records import RecordKeeper, history_columns
+from nnx_jax.loop.engine import Records
+from nnx_jax.loop.records import RecordKeeper, Rows, history_columns
 
 
 def summarize(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -14,41 +20,104 @@ def summarize(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {"loss": numerator / denominator if denominator else 0.0}
 
 
-def record(batch: int, num: float, den: float, *, closed: bool = True, committed: bool = True) -> Record:
-    loss = num / den if den else 0.0
-    return Record(batch, batch + 1, loss, 0.1, 1.0, closed, committed, {"loss": (num, den)})
+class Record(NamedTuple):
+    batch: int
+    num: float
+    den: float
+    closed: bool = True
+    committed: bool = True
+
+
+def records(*found: Record) -> Records:
+    sums = np.array([(r.num, r.den) for r in found], np.float64).reshape(-1, 2)
+    batch = np.array([r.batch for r in found], np.int32)
+    return Records(
+        batch=batch,
+        step=batch + 1,
+        loss=np.array([r.num / r.den if r.den else np.nan for r in found]),
+        rate=np.full(len(found), 0.1),
+        grad_norm=np.ones(len(found)),
+        closed=np.array([r.closed for r in found], bool),
+        committed=np.array([r.committed for r in found], bool),
+        sums={"loss": sums},
+    )
+
+
+def rows(keeper: RecordKeeper, *found: Record) -> Rows:
+    made = Rows()
+    made.append_table(keeper.table(records(*found)), len(found))
+    return made
 
 
 def test_epoch_summary_is_the_full_mean_not_the_mean_of_means() -> None:
     """nnx:B073 (16, 16 and 4 rows with means 1, 2 and 7: 76/36, not 10/3)"""
     keeper = RecordKeeper(summarize, n_batches=3, every="update")
     keeper.begin_epoch()
-    rows = keeper.rows([record(0, 16.0, 16.0), record(1, 32.0, 16.0), record(2, 28.0, 4.0)])
-    assert [row["train_loss"] for row in rows] == [1.0, 2.0, 7.0]
+    made = rows(keeper, Record(0, 16.0, 16.0), Record(1, 32.0, 16.0), Record(2, 28.0, 4.0))
+    assert [row["train_loss"] for row in made] == [1.0, 2.0, 7.0]
     assert keeper.summary() == {"train_loss": 76 / 36}
 
 
 def test_a_skipped_window_has_a_row_but_no_part_in_the_summary() -> None:
     keeper = RecordKeeper(summarize, n_batches=2, every="update")
     keeper.begin_epoch()
-    rows = keeper.rows([record(0, 3.0, 1.0), record(1, float("nan"), 1.0, committed=False)])
-    assert [row["skipped"] for row in rows] == [0, 1]
+    made = rows(keeper, Record(0, 3.0, 1.0), Record(1, float("nan"), 1.0, committed=False))
+    assert [(row["skipped"], row["lr"]) for row in made] == [(0, 0.1), (1, None)]
     assert keeper.summary() == {"train_loss": 3.0}
 
 
 def test_a_vetoed_window_of_two_leaves_out_both_microbatches() -> None:
     keeper = RecordKeeper(summarize, n_batches=4, every="batch")
     keeper.begin_epoch()
-    keeper.rows([record(0, 2.0, 1.0, closed=False), record(1, 6.0, 1.0, committed=False)])
-    keeper.rows([record(2, 1.0, 1.0, closed=False), record(3, 3.0, 1.0)])
+    rows(keeper, Record(0, 2.0, 1.0, False, False), Record(1, 6.0, 1.0, committed=False))
+    rows(keeper, Record(2, 1.0, 1.0, False, False), Record(3, 3.0, 1.0))
     assert keeper.summary() == {"train_loss": 2.0}
 
 
 def test_rows_per_batch_carry_their_own_loss() -> None:
     keeper = RecordKeeper(summarize, n_batches=4, every="batch")
     keeper.begin_epoch()
-    rows = keeper.rows([record(4, 2.0, 1.0, closed=False), record(5, 6.0, 1.0)])
-    assert [(row["epoch"], row["batch"], row["train_loss"]) for row in rows] == [(1, 0, 2.0), (1, 1, 6.0)]
+    made = rows(keeper, Record(4, 2.0, 1.0, False, False), Record(5, 6.0, 1.0))
+    assert [(row["epoch"], row["batch"], row["train_loss"]) for row in made] == [(1, 0, 2.0), (1, 1, 6.0)]
+
+
+def test_a_record_without_valid_items_has_no_loss() -> None:
+    keeper = RecordKeeper(summarize, n_batches=4, every="update")
+    made = rows(keeper, Record(0, 0.0, 0.0, committed=False), Record(1, float("nan"), 1.0, committed=False))
+    assert made[0]["train_loss"] is None
+    assert np.isnan(made[1]["train_loss"])
+
+
+@given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.booleans(), st.booleans()), max_size=12), st.data())
+def test_the_summary_does_not_depend_on_when_records_are_read(found: list[Any], data: st.DataObject) -> None:
+    """Bit for bit: a resumed run reads at other moments than the straight one. Windows may lie across two reads."""
+    each = [Record(n, num, 1.0, closed, closed and kept) for n, (num, closed, kept) in enumerate(found)]
+    total, window = 0.0, []
+    for record in each:  # the rule, one record after the other
+        window.append(record.num)
+        if record.closed:
+            for value in window if record.committed else ():
+                total += value
+            window = []
+    keeper = RecordKeeper(lambda sums: {"loss": sums["loss"][0]}, n_batches=100, every="batch")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(each)), max_size=3)))
+    for start, end in zip([0, *cuts], [*cuts, len(each)], strict=True):
+        if end > start:
+            keeper.table(records(*each[start:end]))
+    assert keeper.summary().get("train_loss", 0.0) == total
+
+
+def test_rows_are_a_sequence_whatever_they_came_as() -> None:
+    made = Rows([{"step": 0}])
+    made.append_table({"kind": "update", "step": [1, 2, 3]}, 3)
+    made.append({"step": 4})
+    assert len(made) == 5
+    assert [row["step"] for row in made] == [0, 1, 2, 3, 4]
+    assert made[-2] == {"kind": "update", "step": 3}
+    assert made[1:5:2] == [{"kind": "update", "step": 1}, {"kind": "update", "step": 3}]
+    assert next(row for row in reversed(made) if row.get("kind"))["step"] == 3
+    with pytest.raises(IndexError, match="row 5 of 5"):
+        made[5]
 
 
 def test_columns_are_fixed_at_the_start() -> None:
