@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nnx_jax.core import codec, fsio
+from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import CheckpointError, NnxError, ResumePointError
 
 INDEX, STATE = "arrays.json", "state"
@@ -237,7 +238,7 @@ def _itemsize(name: str) -> int:
 
 def _index_bytes(leaves: Mapping[str, Leaf]) -> bytes:
     arrays = {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in leaves.items()}
-    return codec.durable_json({"format": FORMAT, "arrays": arrays}, source=INDEX, limits=_LIMITS)
+    return durable_json({"format": FORMAT, "arrays": arrays}, source=INDEX, limits=_LIMITS)
 
 
 def _orbax() -> Any:

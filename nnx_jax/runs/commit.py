@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core import codec, fsio
+from nnx_jax.core import fsio
+from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
 from nnx_jax.runs import arrays, best, pointers, retain
 from nnx_jax.runs.history import Extent, History
@@ -131,7 +132,7 @@ class Committer:
             check_tag(name)
         if reserved := [name for name in point.deferred if name in RESERVED]:
             raise CheckpointError(f"checkpoint tag {reserved[0]!r} is written by the store itself; choose another name")
-        host = codec.durable_json(dict(point.host), source=HOST, limits=HOST_LIMITS)
+        host = durable_json(dict(point.host), source=HOST, limits=HOST_LIMITS)
         needed = sum(leaf.nbytes for leaf in arrays.describe(point.arrays).values()) + len(host)
         generation, self._next = self._next, self._next + 1
         partial = self._paths.generations / f"{PARTIAL}{generation}-{self._lease.fencing}"
@@ -169,7 +170,7 @@ class Committer:
         self.drain()
         if self._last is None:
             raise CheckpointError(f"{self._paths.run}: nothing was committed, so the run cannot be marked finished")
-        data = codec.durable_json(dict(artifact), source=str(self._paths.artifact), people=True)
+        data = durable_json(dict(artifact), source=str(self._paths.artifact), people=True)
         try:
             self._check_ownership()
             fsio.atomic_write(self._paths.artifact, data)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_jax.core import codec, fsio
+from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import NnxError, ResumePointError
 
 FORMAT = "nnx_jax.manifest/1"
@@ -31,7 +32,7 @@ class Manifest:
         fields = {name: getattr(self, name) for name in ("run_id", "generation", "epoch", "step", "batch")}
         files = {path: {"sha256": digest, "size": size} for path, (digest, size) in self.files.items()}
         obj = {"format": FORMAT, **fields, "files": files}
-        return codec.durable_json(obj, source=f"manifest of generation {self.generation}", limits=_LIMITS)
+        return durable_json(obj, source=f"manifest of generation {self.generation}", limits=_LIMITS)
 
 
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:

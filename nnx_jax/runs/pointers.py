@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_jax.core import codec, fsio
+from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import NnxError, ResumePointError
 from nnx_jax.runs.history import Extent
 from nnx_jax.runs.layout import LAST, RunPaths
@@ -45,7 +46,7 @@ class Pointer:
     artifact: str = ""
 
     def to_bytes(self) -> bytes:
-        return codec.durable_json({"format": FORMAT, **asdict(self)}, source="pointer", limits=_LIMITS)
+        return durable_json({"format": FORMAT, **asdict(self)}, source="pointer", limits=_LIMITS)
 
     def finished(self, artifact: str) -> Pointer:
         """Return the pointer of the same commit that marks the run finished."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core import codec, fsio
+from nnx_jax.core import fsio
+from nnx_jax.core.durable import durable_yaml
 from nnx_jax.core.errors import CheckpointError, NnxError, ResumePointError
 from nnx_jax.runs import best, lease, pointers, provenance, retain
 from nnx_jax.runs.commit import Committer
@@ -173,7 +174,7 @@ def _read_last(paths: RunPaths, last: Pointer | None) -> ResumePoint | None:
 def _config_files(paths: RunPaths, spec_state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[Path, bytes]:
     """Return the bytes of `run.yaml` and `metadata.yaml`, before anything is changed for them."""
     contents = {paths.config: spec_state, paths.metadata: metadata}
-    return {path: codec.durable_yaml(dict(content), source=str(path)) for path, content in contents.items()}
+    return {path: durable_yaml(dict(content), source=str(path)) for path, content in contents.items()}
 
 
 def _create(paths: RunPaths, files: Mapping[Path, bytes]) -> None:

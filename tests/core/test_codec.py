@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nnx_jax.core import codec
 from nnx_jax.core.codec import canonical_json, dump_json, dump_yaml, parse_json, parse_yaml, parse_yaml_with_lines
+from nnx_jax.core.durable import durable_json, durable_yaml
 from nnx_jax.core.errors import ConfigError, UnsafePathError
 
 
@@ -445,7 +446,7 @@ def test_what_is_written_into_a_file_is_what_its_reader_takes(value: Any, values
     limits = codec.Limits(size, values)
     text = canonical_json(value) + b"\n"
     try:
-        written = codec.durable_json(value, source="x.json", limits=limits)
+        written = durable_json(value, source="x.json", limits=limits)
     except ConfigError as error:
         message = str(error)
     else:
@@ -460,15 +461,15 @@ def test_what_is_written_into_a_file_is_what_its_reader_takes(value: Any, values
 def test_limits_of_files_are_those_of_the_readers() -> None:
     """At the limit both work, one value more and both refuse; a key counts in YAML and not in JSON."""
     small = codec.Limits(1000, 3)
-    assert parse_json(codec.durable_json({"a": 1, "b": 2}, source="f", limits=small, people=True), limits=small)
+    assert parse_json(durable_json({"a": 1, "b": 2}, source="f", limits=small, people=True), limits=small)
     with pytest.raises(ConfigError, match="f: has 4 values; at most 3 are read back"):
-        codec.durable_json([1, 2, 3], source="f", limits=small)
+        durable_json([1, 2, 3], source="f", limits=small)
     with pytest.raises(ConfigError, match="f: would be 27 bytes long; at most 26 are read back"):
-        codec.durable_json(["x" * 22], source="f", limits=codec.Limits(26, 3))
+        durable_json(["x" * 22], source="f", limits=codec.Limits(26, 3))
     mapping = {f"k{number}": number for number in range(4999)}
-    assert parse_yaml(codec.durable_yaml({**mapping}, source="f")) == mapping
+    assert parse_yaml(durable_yaml({**mapping}, source="f")) == mapping
     with pytest.raises(ConfigError, match="f: has 10001 values; at most 10000 are read back"):
-        codec.durable_yaml({**mapping, "last": 0}, source="f")
+        durable_yaml({**mapping, "last": 0}, source="f")
     with pytest.raises(ConfigError, match="has more than 10000 values"):
         parse_yaml(dump_yaml({**mapping, "last": 0}))
 
