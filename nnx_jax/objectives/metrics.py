@@ -6,33 +6,19 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.core.registry import lookup
 from nnx_jax.objectives.losses import Task, build_loss, pick
 from nnx_jax.objectives.targets import Batch, Items, bernoulli_items, class_items, value_items, weighted_sum
+from nnx_jax.params.metrics import RESERVED
 
 Mode = Literal["min", "max"]
-
-METRIC_MODES: dict[str, Mode] = {
-    "loss": "min",
-    "error": "min",
-    "accuracy": "max",
-    "top_k": "max",
-    "precision": "max",
-    "recall": "max",
-    "f1": "max",
-    "nll": "min",
-    "brier": "min",
-    "mse": "min",
-    "mae": "min",
-    "perplexity": "min",
-}
-"""Which direction of a metric is the better one. A metric that is not here has no direction until the user gives it."""
 
 _VARIANT = re.compile(r"^(?:(?P<kind>precision|recall|f1)_(?:micro|macro)|top_\d+)$")
 
@@ -42,6 +28,12 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "bernoulli": _CLASSIFYING,
     "values": ("mse", "mae"),
 }
+
+METRIC_MODES: dict[str, Mode] = {
+    **dict.fromkeys(RESERVED, cast(Mode, "min")),
+    **{kind: cast(Any, lookup("metric", kind)).mode for kinds in _KINDS.values() for kind in kinds},
+}
+"""Which direction of a metric is the better one, from its specification; others have none until the user gives it."""
 
 NLL_FLOOR = 1e-12
 """Probabilities below this count as this in `nll`, so that one sure mistake does not make the mean infinite."""
@@ -136,20 +128,21 @@ def _users(spec: Any, kind: str) -> Metric:
 
 
 def _built_in(kind: str, spec: Any, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
+    mode = METRIC_MODES[kind]
     if kind == "accuracy":
-        return Metric(kind, 2, "max", lambda o, b: _hits(task, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: _hits(task, read(o, b)), _ratio)
     if kind == "top_k":
         return _top_k(int(getattr(spec, "k", 5)), n_outputs, read)
     if kind in ("precision", "recall", "f1"):
         average, empty = getattr(spec, "average", "macro"), float(getattr(spec, "zero_division", 0.0))
         return _confusion(kind, average, empty, task, n_outputs, read)
     if kind in ("mse", "mae"):
-        return Metric(kind, 2, "min", lambda o, b: _error(kind, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: _error(kind, read(o, b)), _ratio)
     if kind == "brier":
-        return Metric(kind, 2, "min", lambda o, b: _brier(task, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: _brier(task, read(o, b)), _ratio)
     if kind == "nll":
-        return Metric(kind, 2, "min", lambda o, b: _nll(task, read(o, b), math.log(NLL_FLOOR)), _ratio)
-    return Metric(kind, 2, "min", lambda o, b: _nll(task, read(o, b), -math.inf), _exp_ratio)
+        return Metric(kind, 2, mode, lambda o, b: _nll(task, read(o, b), math.log(NLL_FLOOR)), _ratio)
+    return Metric(kind, 2, mode, lambda o, b: _nll(task, read(o, b), -math.inf), _exp_ratio)
 
 
 def _guess_task(kind: str, n_outputs: int) -> Task:
@@ -210,7 +203,7 @@ def _top_k(k: int, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metri
         ahead = ~(items.outputs <= own) | ((items.outputs == own) & (index > items.targets[..., None]))
         return _sum_and_count((jnp.sum(ahead, axis=-1) < k).astype(jnp.float32), items)
 
-    return Metric(f"top_{k}", 2, "max", update, _ratio)
+    return Metric(f"top_{k}", 2, METRIC_MODES["top_k"], update, _ratio)
 
 
 def _nll(task: Task, items: Items, floor: float) -> jax.Array:
@@ -271,4 +264,4 @@ def _confusion(
         bottom = {"precision": hit + wrong, "recall": hit + missed, "f1": 2 * hit + wrong + missed}[kind]
         return float(np.mean(np.divide(top, bottom, out=np.full_like(top, zero_division), where=bottom > 0)))
 
-    return Metric(kind if average == "macro" else f"{kind}_micro", 3 * n_labels, "max", update, compute)
+    return Metric(kind if average == "macro" else f"{kind}_micro", 3 * n_labels, METRIC_MODES[kind], update, compute)

@@ -13,7 +13,7 @@ import optax
 
 from nnx_jax.core.errors import ConfigError, ModelError, nearest
 from nnx_jax.optim.paths import check_patterns, decay_mask, group_of, matches
-from nnx_jax.params.optim import add_optimizer_kind
+from nnx_jax.params.optim import OPTAX_NAMES, OWN_KINDS, add_optimizer_kind
 
 Params = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
@@ -56,17 +56,10 @@ class Group:
     weight_decay: float | None = None
 
 
-OPTAX_NAMES = (
-    "adabelief", "adadelta", "adafactor", "adagrad", "adamax", "adamaxw", "adan", "amsgrad", "fromage", "lamb", "lars",
-    "nadam", "nadamw", "novograd", "radam", "rmsprop", "rprop", "sign_sgd", "signum", "sm3", "yogi",
-)  # fmt: skip
-"""Further optimizers of optax by name; each takes its own options."""
-
 _FACTORIES: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: getattr(optax, name) for name in OPTAX_NAMES
 }
 _COUPLED = frozenset({"sgd", "adam"})
-_BUILT_IN = ("sgd", "adam", "adamw", "lion")
 
 
 def register_optimizer(name: str, factory: Callable[..., optax.GradientTransformation]) -> None:
@@ -77,7 +70,7 @@ def register_optimizer(name: str, factory: Callable[..., optax.GradientTransform
     Raises:
         ConfigError: when the name is taken.
     """
-    if name in _FACTORIES or name in _BUILT_IN:
+    if name in _FACTORIES or name in OWN_KINDS:
         raise ConfigError(f"optimizer name '{name}' is taken; choose another")
     _FACTORIES[name] = factory
     add_optimizer_kind(name)
@@ -85,7 +78,7 @@ def register_optimizer(name: str, factory: Callable[..., optax.GradientTransform
 
 def optimizer_names() -> tuple[str, ...]:
     """Every kind that `make_optimizer` knows."""
-    return (*_BUILT_IN, *sorted(_FACTORIES))
+    return (*OWN_KINDS, *sorted(_FACTORIES))
 
 
 def make_optimizer(
@@ -110,7 +103,7 @@ def make_optimizer(
     and rounded once. Gradients arrive already divided and clipped.
 
     Args:
-        kind: sgd, adam, adamw, lion, a name of `OPTAX_NAMES`, or a registered one.
+        kind: sgd, adam, adamw, lion, a name of `params.optim.OPTAX_NAMES`, or a registered one.
         params: path -> anything with `shape` and `dtype`.
         rate: the rate until `set_rate` (epoch clock).
         schedule: count of committed updates -> rate (update clock); read from the optimizer's own count.
@@ -127,7 +120,7 @@ def make_optimizer(
     found = {path: group_of(path, [group.patterns for group in groups]) for path in params}
     scale = {path: 1.0 if at is None else groups[at].lr_scale for path, at in found.items()}
     decay = _leaf_decay(weight_decay, mask, groups, found, params)
-    if kind in _BUILT_IN:
+    if kind in OWN_KINDS:
         if options:
             raise ConfigError(f"optimizer '{kind}' takes its settings as fields, not in options: {sorted(options)}")
         direction = _direction(kind, momentum, nesterov, betas, eps)

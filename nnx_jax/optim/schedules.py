@@ -6,15 +6,16 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nnx_jax.core.errors import ConfigError, StepError, nearest
+from nnx_jax.params.scheduler import SchedulerKind
 
-SCHEDULES = ("constant", "step", "cosine", "one_cycle", "linear_warmup_decay", "warmup_cosine", "reduce_on_plateau")
+SCHEDULES: tuple[str, ...] = get_args(SchedulerKind)
 _NEEDS_HORIZON = ("step", "cosine", "one_cycle", "linear_warmup_decay", "warmup_cosine")
 _ENDS = ("one_cycle", "linear_warmup_decay", "warmup_cosine")
 

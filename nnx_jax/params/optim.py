@@ -21,15 +21,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"weight_decay": 1e-3, "betas": (0.9, 0.99)},
 }
 _OF_KIND = ("weight_decay", "momentum", "nesterov", "betas", "eps", "options")
-_FURTHER = {
+OPTAX_NAMES = (
     "adabelief", "adadelta", "adafactor", "adagrad", "adamax", "adamaxw", "adan", "amsgrad", "fromage", "lamb", "lars",
     "nadam", "nadamw", "novograd", "radam", "rmsprop", "rprop", "sign_sgd", "signum", "sm3", "yogi",
-}  # fmt: skip
+)  # fmt: skip
+"""Further optimizers of optax by name; each takes its own options."""
+OWN_KINDS = tuple(_DEFAULTS)
+_FURTHER: set[str] = set(OPTAX_NAMES)
 
 
 def optimizer_kinds() -> list[str]:
     """Return every name `NNOptimParams(kind=...)` takes, sorted."""
-    return sorted([*_DEFAULTS, *_FURTHER])
+    return sorted([*OWN_KINDS, *_FURTHER])
 
 
 def add_optimizer_kind(name: str) -> None:

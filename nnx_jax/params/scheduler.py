@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from nnx_jax.core.spec import Spec
 from nnx_jax.params.builders import Builder
@@ -91,9 +91,7 @@ class SchedulerBuilder(Builder[NNSchedulerParams]):
     """Builds schedules."""
 
     target = NNSchedulerParams
-    variants = (
-        "constant", "step", "cosine", "one_cycle", "linear_warmup_decay", "warmup_cosine", "reduce_on_plateau",
-    )  # fmt: skip
+    variants = get_args(SchedulerKind)
     modifiers = ("clock",)
 
     def constant(self) -> Self:

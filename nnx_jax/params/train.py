@@ -101,7 +101,7 @@ class NNTrainParams(Spec):
     resume_mode: Annotated[Literal["auto", "stateful", "weights_only"], ENVIRONMENT] = "auto"
     """What is taken from a checkpoint: everything, or the weights."""
     overwrite_existing: Annotated[bool, ENVIRONMENT] = False
-    """Whether a finished run of the same configuration is replaced."""
+    """Whether a finished (or damaged) run of the same configuration is replaced; an interrupted one is continued."""
     dispatch: Annotated[Literal["auto", "step", "span"], ENVIRONMENT] = "auto"
     """How updates are sent to the device; the numbers are the same."""
     train_loader: Any = Field(default=None, exclude=True)
