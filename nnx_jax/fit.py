@@ -135,6 +135,9 @@ def _check_supported(spec: RunSpec) -> None:
     """Refuse what this engine would ignore."""
     if spec.backend != "flax":
         raise ConfigError(f"got '{spec.backend}'; this engine is 'flax'", path="backend")
+    if spec.train.resume_mode == "weights_only" and spec.train.resume_from_run_id is None:
+        message = "'weights_only' takes weights from another run; name it with resume_from_run_id (--from RUN)"
+        raise ConfigError(message, path="train.resume_mode")
     if spec.hooks:
         raise ConfigError("update hooks are not taken by this engine; leave them out", path="hooks")
     if math.prod(spec.mesh.values()) > 1:
@@ -184,6 +187,7 @@ def fit(
     *,
     callbacks: Sequence[Callback | Callable[..., Any]] = (),
     runs_dir: str | Path = "runs",
+    wait_seconds: float = 0.0,
     progress: Progress,
 ) -> NNRun:
     """Train `model` as `spec` says, or continue where the same run was interrupted; return the finished run.
@@ -211,6 +215,7 @@ def fit(
         columns,
         overwrite=spec.train.overwrite_existing,
         keep=spec.checkpoint.keep,
+        wait_seconds=wait_seconds,
         resume=_resume_status(spec, source, every),
     ) as store:
         if store.status == "finished":

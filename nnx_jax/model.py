@@ -191,6 +191,7 @@ class NNModel:
         checkpoint: CheckpointParams | None = None,
         salt: str | None = None,
         runs_dir: str | Path = "runs",
+        wait_seconds: float = 0.0,
         quiet: bool = False,
         progress: Progress | None = None,
     ) -> NNRun:
@@ -206,6 +207,7 @@ class NNModel:
             checkpoint: when to commit and what to keep; default: every epoch.
             salt: any text, for another run of the same configuration.
             runs_dir: where runs live.
+            wait_seconds: how long to wait while another process writes this very run.
             quiet: no progress.
             progress: a display of your own.
 
@@ -220,7 +222,8 @@ class NNModel:
         if salt is not None:
             params = params.replace(salt=salt)
         spec = RunSpec(model=self.params, data=data, train=params, checkpoint=checkpoint or CheckpointParams())
-        return self.train_spec(spec, callbacks or (), runs_dir, progress or make_progress(quiet))
+        progress = progress or make_progress(quiet)
+        return self.train_spec(spec, callbacks or (), runs_dir, progress, wait_seconds=wait_seconds)
 
     def train_spec(
         self,
@@ -228,11 +231,13 @@ class NNModel:
         callbacks: Sequence[Callback | Callable[..., Any]],
         runs_dir: str | Path,
         progress: Progress,
+        *,
+        wait_seconds: float = 0.0,
     ) -> NNRun:
         """Train as a whole specification says; see `train`."""
         if self.params.precision != spec.precision:  # prediction computes as training did
             self.params = self.params.replace(precision=spec.precision)
-        run = fit(self, spec, callbacks=callbacks, runs_dir=runs_dir, progress=progress)
+        run = fit(self, spec, callbacks=callbacks, runs_dir=runs_dir, wait_seconds=wait_seconds, progress=progress)
         self.adopt(self.net)
         progress.message(f"Run saved to {_shown(run.path)}")
         return run

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,11 @@ def parser() -> argparse.ArgumentParser:
     add("--resume", choices=("auto", "stateful", "weights_only"), help="what to take from a checkpoint")
     add("--from", dest="source", metavar="RUN[@LAST|BEST|STEP]", help="start a new run from an old one")
     add("--salt", help="part of the run id: the same configuration as another run")
-    add("--print-config", action="store_true", help="print the whole configuration and its run id, and stop")
+    add(
+        "--print-config",
+        action="store_true",
+        help="print the configuration (all that is not a default) and its run id, and stop",
+    )
     add("--schema", action="store_true", help="print the JSON Schema of the configuration, and stop")
     add("--dry-run", action="store_true", help="check and compile; print parameters, FLOPs, memory; do not train")
     add("--json", action="store_true", help="end with one line of JSON on standard output, whatever happens")
@@ -58,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NnxError as problem:
         return command.fail("failed", problem, EXIT_FAILED)
     except OSError as problem:
+        return command.fail("failed", f"{type(problem).__name__}: {problem}", EXIT_FAILED)
+    except Exception as problem:  # a callback's or a dataset's own: its trace is what its author needs
+        traceback.print_exc()
         return command.fail("failed", f"{type(problem).__name__}: {problem}", EXIT_FAILED)
 
 

@@ -239,7 +239,7 @@ def _refusal(paths: RunPaths, owner: Owner | None, state: str, locked: bool) -> 
     elif state == "restarted":
         return None if locked else (f"{name} is held by {owner.where}, in another container; wait for it to end", True)
     else:
-        advice = f"wait for it (wait_seconds=...), stop it (kill {owner.pid}), or use another salt or runs directory"
+        advice = f"wait for it, stop it (kill {owner.pid}), or use another salt or runs directory"
     return f"{name} is held by {owner.where}; {advice}", False
 
 
