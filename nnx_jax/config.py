@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +39,25 @@ def load_config(
         raise ConfigError(f"wants to import {modules}, which is not allowed here", path="imports", file=source)
     if isinstance(modules, list):
         allow_imports(modules)
+    if allow_code:
+        _load_plugins()
     merged, origins = apply_overrides(RunSpec, data, overrides)
     return RunSpec.from_state(merged, source=source or "<defaults>", lines=lines, given=origins)
+
+
+def _load_plugins() -> None:
+    """Import what installed packages offer under the entry point group `nnx_jax`; their import registers classes.
+
+    Raises:
+        ConfigError: naming the package whose entry point cannot be imported.
+    """
+    for entry in importlib.metadata.entry_points(group="nnx_jax"):
+        try:
+            entry.load()
+        except Exception as error:  # whatever a stranger's import raises, the user must hear whose it is
+            package = entry.dist.name if entry.dist is not None else "a package"
+            message = f"entry point '{entry.name}' of {package} cannot be loaded ({error}); repair or uninstall it"
+            raise ConfigError(message, path="imports") from error
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[Any, Any]:

@@ -264,3 +264,30 @@ def test_reading_a_configuration_imports_no_framework(write: Any) -> None:
         [sys.executable, "-c", code, write(EXAMPLE)], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_an_installed_package_brings_its_classes_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is `nnx_jax`; a file of unknown origin loads none, and a broken one is named."""
+    info = tmp_path / "plugged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[nnx_jax]\nrows = plugged_rows\n")
+    (tmp_path / "plugged_rows.py").write_text(
+        "import numpy as np\nfrom nnx_jax.core.registry import register\n"
+        "from nnx_jax.data import InMemoryDataset\n\n"
+        "@register('plugged_rows')\nclass Rows(InMemoryDataset):\n"
+        "    def load(self):\n        return {'x': np.zeros((2, 1), np.float32), 'y': np.array([0, 1])}\n"
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text("data: {train: plugged_rows}\ntrain: {n_epochs: 1}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="plugged_rows"):
+        load_config(config, allow_code=False)
+    spec = load_config(config)
+    assert spec.data is not None
+    assert len(spec.data.train) == 2
+    (info / "entry_points.txt").write_text("[nnx_jax]\nrows = not_there\n")
+    with pytest.raises(ConfigError, match="entry point 'rows' of plugged cannot be loaded"):
+        load_config(config)
