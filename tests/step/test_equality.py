@@ -132,7 +132,7 @@ def test_every_way_to_call_gives_the_same_bits(kit: Kit, options: dict[str, Any]
     carry, rows = start(), []
     for order in orders:
         programs.start_epoch(carry)
-        table, cut = place_table(order), 2 * programs.accumulate
+        table, cut = place_table(order), (2 if programs.accumulate < 4 else 1) * programs.accumulate
         programs.span_resident(carry, columns, table, 0, cut)
         programs.span_resident(carry, columns, table, cut, MICROS - cut)
         rows.append(programs.read_records(carry))
