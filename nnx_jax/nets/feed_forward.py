@@ -1,4 +1,4 @@
-"""A multilayer perceptron and a small image network with the same head."""
+"""A dense network: linear layers with norm, activation and dropout between them."""
 
 from __future__ import annotations
 
