@@ -6,8 +6,11 @@ from typing import Any
 
 from nnx_jax.core.errors import DataError
 from nnx_jax.step import place_columns, place_table, stack_batches
-from nnx_jax.step.dispatch import Dispatch
+from nnx_jax.step.dispatch import CALL_SECONDS, Dispatch
 from nnx_jax.step.programs import Carry, StepPrograms
+
+_EAGER_ROWS = 1 << 20
+"""Up to this many rows the next epoch's order is drawn while the device still trains; it may be drawn for nothing."""
 
 
 class TrainBatches:
@@ -22,17 +25,20 @@ class TrainBatches:
     def __init__(self, programs: StepPrograms, feed: Any, dispatch: Dispatch) -> None:
         self.programs, self.feed, self.dispatch = programs, feed, dispatch
         self.windows = dispatch.windows
+        if dispatch.windows * programs.accumulate * dispatch.seconds > CALL_SECONDS:
+            programs.max_in_flight = 1  # long calls hide the host's time, and a signal waits for those in flight
         self._columns: Any = place_columns(feed.arrays()) if dispatch.resident else None
-        self._table: Any = None
+        self._table: tuple[int, Any] = (-1, None)
+        self._next_order: tuple[int, Any] = (-1, None)
         self._iterator: Any = None
         self._at: tuple[int, int] | None = None
 
     def run(self, carry: Carry, epoch: int, first: int, count: int, *, closes: bool) -> None:
         """Run microbatches `first .. first + count - 1` of `epoch`; `closes` says the last one ends its window."""
         if self.dispatch.resident:
-            if self._at is None or self._at[0] != epoch:
-                self._table = place_table(self.feed.order(epoch))
-            self.programs.span_resident(carry, self._columns, self._table, first, count)
+            self.programs.span_resident(carry, self._columns, self._order(epoch), first, count)
+            if first + count == self.feed.n_batches and self.feed.rows <= _EAGER_ROWS:
+                self._next_order = epoch + 1, place_table(self.feed.order(epoch + 1))
         else:
             self._seek(epoch, first)
             self._hand_over(carry, [self._next(epoch, first + place) for place in range(count)], closes)
@@ -43,6 +49,13 @@ class TrainBatches:
         if self._iterator is not None and self._at == (epoch, batch):
             return dict(self._iterator.state())
         return {"epoch": epoch, "next": batch}
+
+    def _order(self, epoch: int) -> Any:
+        """The epoch's index table on the device."""
+        if self._table[0] != epoch:
+            ready, self._next_order = self._next_order, (-1, None)
+            self._table = ready if ready[0] == epoch else (epoch, place_table(self.feed.order(epoch)))
+        return self._table[1]
 
     def _hand_over(self, carry: Carry, batches: list[Any], closes: bool) -> None:
         if self.dispatch.mode == "span" and len({len(batch["mask"]) for batch in batches}) == 1:

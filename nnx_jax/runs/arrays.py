@@ -48,12 +48,16 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
 class SaveHandle:
     """A save under way. `wait` returns once every file is written (not yet synced), or raises what went wrong."""
 
-    def __init__(self, writer: ArrayWriter, index: Path, index_bytes: bytes) -> None:
-        self._writer, self._index, self._index_bytes = writer, index, index_bytes
+    def __init__(self, writer: ArrayWriter, directory: Path, items: Mapping[str, Any], index_bytes: bytes) -> None:
+        self._writer, self._directory, self._items, self._index_bytes = writer, directory, items, index_bytes
 
     def wait(self) -> None:
+        """Write the arrays that were copied to the host, and wait for those that Orbax took over."""
+        if self._items:
+            self._writer.start(self._directory, self._items)
+            self._items = {}
         self._writer.wait()
-        fsio.atomic_write(self._index, self._index_bytes)
+        fsio.atomic_write(self._directory / INDEX, self._index_bytes)
 
 
 class ArrayWriter:
@@ -70,25 +74,32 @@ class ArrayWriter:
     def save(self, directory: Path, arrays: Mapping[str, Any]) -> SaveHandle:
         """Start saving into the existing `directory`; on return the arrays may be donated, changed or deleted.
 
+        Arrays this process holds whole are copied to the host, which is all the caller waits for: the thread that
+        waits on the handle saves them. Orbax itself copies the others, those shared with other processes.
+
         Raises:
             CheckpointError: a value is no plain array.
         """
         leaves = describe(arrays)
-        handle = SaveHandle(self, directory / INDEX, _index_bytes(leaves))
         items = {
-            f"a{number}": np.asarray(arrays[name]) if isinstance(arrays[name], np.generic) else arrays[name]
+            f"a{number}": arrays[name]
             for number, name in enumerate(sorted(leaves))
             if leaves[name].nbytes  # Orbax refuses empty arrays; the index alone restores them
         }
-        if not items:
-            return handle
+        index = _index_bytes(leaves)
+        if all(getattr(value, "is_fully_addressable", True) for value in items.values()):
+            return SaveHandle(self, directory, {key: np.array(value) for key, value in items.items()}, index)
+        self.start(directory, items)
+        return SaveHandle(self, directory, {}, index)
+
+    def start(self, directory: Path, items: Mapping[str, Any]) -> None:
+        """Give the arrays to Orbax; on return it has its own copies."""
         self.prepare()
         try:
-            self._checkpointer.save(directory / STATE, args=_orbax().args.PyTreeSave(items))
+            self._checkpointer.save(directory / STATE, args=_orbax().args.PyTreeSave(dict(items)))
         except BaseException:
             self._discard()
             raise
-        return handle
 
     def prepare(self) -> None:
         """Import Orbax and start its threads (about a second, once), so that the first save need not."""
@@ -97,7 +108,9 @@ class ArrayWriter:
             # Directories are made before `save` returns: when that fails in the background, Orbax leaves threads that
             # wait for them until the time limit and keep the process from ending (seen, 600 s).
             options = ocp.AsyncOptions(timeout_secs=self._timeout, create_directories_asynchronously=False)
-            self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+            self._checkpointer = ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(use_compression=False), async_options=options
+            )
 
     def wait(self) -> None:
         """Wait for the save under way; see `SaveHandle`."""

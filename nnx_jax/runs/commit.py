@@ -2,8 +2,8 @@
 
 The order never changes, and the replacement of LAST is the only moment at which anything becomes true:
 
-1. history rows appended and synced;
-2. arrays handed to Orbax; training goes on, and a waiter thread of our own waits for the files to be finished;
+1. arrays copied; training goes on, and all that follows happens in a waiter thread of our own;
+2. history rows appended and synced, then the arrays written through Orbax;
 3. the new directory synced bottom-up (Orbax does not), its files digested, renamed into place, its manifest synced;
 4. the lease and its fencing number checked again, then LAST replaced and synced;
 5. phase pointers and BEST; 6. deferred tags; 7. retention.
@@ -26,7 +26,7 @@ from nnx_jax.core import fsio
 from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
 from nnx_jax.runs import arrays, best, pointers, retain
-from nnx_jax.runs.history import Extent, History
+from nnx_jax.runs.history import History
 from nnx_jax.runs.layout import BEST, HOST, HOST_LIMITS, LAST, PARTIAL, RESERVED, RunPaths, check_tag
 from nnx_jax.runs.lease import Lease
 from nnx_jax.runs.manifest import Manifest
@@ -65,7 +65,7 @@ class _Pending:
     point: CommitPoint
     generation: int
     partial: Path
-    extent: Extent
+    rows: int
     host: bytes
     handle: arrays.SaveHandle
 
@@ -139,7 +139,7 @@ class Committer:
         try:
             self._check_ownership()
             self._check_space(needed)
-            extent = self._history.flush()
+            rows = self._history.rows
             os.mkdir(partial, fsio.DIR_MODE)
             handle = self._writer.save(partial, point.arrays)
         except BaseException as error:
@@ -149,7 +149,7 @@ class Committer:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C
             raise self._explain(error, generation) from error
-        pending = _Pending(point, generation, partial, extent, host, handle)
+        pending = _Pending(point, generation, partial, rows, host, handle)
         self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{generation}")
         self._thread.start()
 
@@ -189,7 +189,7 @@ class Committer:
             self._writer.close()
 
     def _finish(self, pending: _Pending) -> None:
-        """Steps 3 to 7, in the waiter thread."""
+        """Steps 2 to 7, in the waiter thread."""
         try:
             pointer = self._publish(pending)
         except BaseException as error:
@@ -206,8 +206,9 @@ class Committer:
             self._failure.__cause__ = error
 
     def _publish(self, pending: _Pending) -> Pointer:
-        """Steps 3 and 4: make the generation durable, then LAST."""
+        """Steps 2 to 4: write the history and the generation, make them durable, then LAST."""
         point, number = pending.point, pending.generation
+        extent = self._history.flush(pending.rows)
         pending.handle.wait()
         fsio.atomic_write(pending.partial / HOST, pending.host)
         fsio.sync_tree(pending.partial)
@@ -223,7 +224,7 @@ class Committer:
             step=point.step,
             batch=point.batch,
             fencing=self._lease.fencing,
-            history=pending.extent,
+            history=extent,
             manifest=hashlib.sha256(manifest).hexdigest(),
             score=point.score,
         )

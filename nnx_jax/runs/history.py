@@ -33,12 +33,20 @@ class Extent:
     sha256: str
 
 
+@dataclass
+class _Part:
+    """Rows appended together: their CSV lines, or the table to make them from."""
+
+    rows: int
+    content: bytes | Mapping[str, Any]
+
+
 class History:
     """The writer's end of `idps.csv`; the caller holds the run's lease.
 
     `append` only buffers; `flush` makes the rows durable and is called by a commit. After a failed commit `rollback`
     cuts the file to what LAST covers and keeps the rows in the buffer, so that the next commit has no gap.
-    Thread safe: the commit's waiter thread may roll back while the training thread appends.
+    Thread safe: the commit's waiter thread may flush and roll back while the training thread appends.
 
     Args:
         path: the CSV file.
@@ -56,8 +64,8 @@ class History:
         self.path, self.columns = path, tuple(columns)
         self._known = frozenset(columns)
         self._mutex = threading.Lock()
-        self._buffer: list[bytes] = []
-        self._unsettled: list[bytes] = []
+        self._buffer: list[_Part] = []
+        self._unsettled: list[_Part] = []
         header = format_header(columns)
         if extent is None:
             fsio.atomic_write(path, header)
@@ -87,33 +95,47 @@ class History:
     def rows(self) -> int:
         """Number of rows written or buffered so far."""
         with self._mutex:
-            return self._end.rows + len(self._buffer)
+            return self._end.rows + sum(part.rows for part in self._buffer)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Buffer rows; a column a row leaves out is None. Unknown columns raise CheckpointError."""
         lines = [self._line(row) for row in rows]
         with self._mutex:
-            self._buffer.extend(lines)
+            self._buffer.append(_Part(len(lines), b"".join(lines)))
 
     def append_table(self, table: Mapping[str, Any], n_rows: int) -> None:
-        """Buffer `n_rows` rows given by column: each value is a list of that length, or one value for all rows."""
-        self._refuse_unknown(table)
-        cells = [_column_cells(table.get(name), n_rows, name) for name in self.columns]
-        lines = [(",".join(row) + "\n").encode() for row in zip(*cells, strict=True)]
-        with self._mutex:
-            self._buffer.extend(lines)
+        """Buffer `n_rows` rows given by column: each value is a list of that length, or one value for all rows.
 
-    def flush(self) -> Extent:
-        """Append everything buffered, sync it, and return the extent a LAST written now has to name."""
+        The values become text when they are flushed, and must not be changed any more.
+        """
+        self._refuse_unknown(table)
+        for name, values in table.items():
+            if isinstance(values, list) and len(values) != n_rows:
+                raise CheckpointError(f"history column {name!r} has {len(values)} values for {n_rows} rows")
         with self._mutex:
-            lines, self._buffer = self._buffer, []
-            self._unsettled = [*self._unsettled, *lines]
-            data = b"".join(lines)
+            self._buffer.append(_Part(n_rows, table))
+
+    def flush(self, rows: int | None = None) -> Extent:
+        """Append what is buffered, sync it, and return the extent a LAST written now has to name.
+
+        Args:
+            rows: what `rows` was at the moment to write; None for everything appended so far.
+        """
+        with self._mutex:
+            end, count = self._end.rows, 0
+            for part in self._buffer:
+                if rows is not None and end >= rows:
+                    break
+                end, count = end + part.rows, count + 1
+            parts = self._buffer[:count]
+        data = b"".join(self._text(part) for part in parts)
+        with self._mutex:
+            self._buffer = self._buffer[count:]
+            self._unsettled = [*self._unsettled, *parts]
             if data:
                 fsio.append_bytes(self.path, data)
                 self._hash.update(data)
-            size, rows = self._end.bytes + len(data), self._end.rows + len(lines)
-            self._end = Extent(size, rows, self._hash.hexdigest())
+            self._end = Extent(self._end.bytes + len(data), end, self._hash.hexdigest())
             return self._end
 
     def settle(self) -> None:
@@ -132,6 +154,14 @@ class History:
             self._end, self._hash = self._base, self._base_hash.copy()
             if on_disk and self.path.stat().st_size != self._base.bytes:
                 fsio.truncate(self.path, self._base.bytes)
+
+    def _text(self, part: _Part) -> bytes:
+        """The part's lines; made once, in the thread that writes them."""
+        if not isinstance(part.content, bytes):
+            table = part.content
+            cells = [_column_cells(table.get(name), part.rows) for name in self.columns]
+            part.content = "".join([",".join(row) + "\n" for row in zip(*cells, strict=True)]).encode()
+        return part.content
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
         self._refuse_unknown(row)
@@ -264,12 +294,16 @@ def _quote(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _column_cells(values: Any, n_rows: int, name: str) -> list[str]:
+def _column_cells(values: Any, n_rows: int) -> list[str]:
     if not isinstance(values, list):
         return [format_cell(values)] * n_rows
-    if len(values) != n_rows:
-        raise CheckpointError(f"history column {name!r} has {len(values)} values for {n_rows} rows")
-    return _cells(values)
+    return [format_cell(values[0])] * n_rows if _constant(values) else _cells(values)
+
+
+def _constant(values: list[Any]) -> bool:
+    """All values are written alike; 1, 1.0 and True are equal and are not, nor are 0.0 and -0.0."""
+    first = values[0] if values else 0.0
+    return values.count(first) == len(values) and len(set(map(type, values))) == 1 and first != 0.0
 
 
 def _cells(values: Iterable[Any]) -> list[str]:

@@ -36,6 +36,10 @@ _FLOPS_PER_SECOND = 2e10
 _BATCH_SECONDS = 1e-4
 """Least cost of a microbatch inside a span, whatever it computes: 25 to 75 us were measured."""
 
+_RESIDENT_WINDOWS = 3
+"""Least windows of a call over data on the device: a call's temporary memory is new memory, and touching it first took
+12 % of a step in the decoder above."""
+
 _STACK_SECONDS = 5e-3
 """Host batches are stacked for steps up to this length; beyond it the cost of a call is under 5 %."""
 
@@ -83,7 +87,7 @@ def choose_dispatch(programs: StepPrograms, feed: Any, mode: str = "auto") -> Di
         rows = batch["mask"].shape[0]
         table = jax.ShapeDtypeStruct((feed.n_batches, rows), np.int32)
         seconds = _seconds(programs, "resident", columns, table)
-        return Dispatch("span", True, _windows(programs, seconds), seconds)
+        return Dispatch("span", True, _windows(programs, seconds, _RESIDENT_WINDOWS), seconds)
     seconds = _seconds(programs, "apply", batch)
     if mode == "auto" and seconds > _STACK_SECONDS:
         return Dispatch("step", False, 1, seconds)
@@ -106,8 +110,8 @@ def _epoch_windows(programs: StepPrograms, feed: Any) -> int:
     return -(-feed.n_batches // programs.accumulate) if feed.n_batches else 1 << 30
 
 
-def _windows(programs: StepPrograms, seconds: float) -> int:
-    return max(1, int(CALL_SECONDS / (seconds * programs.accumulate)))
+def _windows(programs: StepPrograms, seconds: float, least: int = 1) -> int:
+    return max(least, int(CALL_SECONDS / (seconds * programs.accumulate)))
 
 
 def _seconds(programs: StepPrograms, kind: str, *args: Any) -> float:

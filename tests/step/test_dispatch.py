@@ -58,7 +58,7 @@ def test_calls_get_shorter_with_the_work(kit: Kit) -> None:
         for sizes, k in [([784, 10], 1), ([784, 512, 512, 10], 1), ([784, 512, 512, 10], 4), ([784, 8192, 8192, 10], 1)]
     ]
     assert windows == sorted(windows, reverse=True)
-    assert windows[0] > windows[1] > windows[2] > windows[3] == 1
+    assert windows[0] > windows[1] > windows[2] >= windows[3] == 3  # the least for data on the device
 
 
 def test_host_batches_are_stacked_while_steps_are_short(kit: Kit) -> None:
