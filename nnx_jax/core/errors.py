@@ -54,6 +54,26 @@ class NonFiniteError(StepError, FloatingPointError):
     """A loss or gradient is not finite; the state is as before the update it names."""
 
 
+class HookError(StepError, ValueError):
+    """A hook, or a set of hooks, cannot be registered as it is."""
+
+
+class HookTypeError(StepError, TypeError):
+    """A hook is, or returned, something of another type than its stage needs."""
+
+
+class HookStateError(StepError, RuntimeError):
+    """A hook is asked for something at a moment at which it cannot give it: before it began, or after it ended."""
+
+
+class TraceStateError(StepError, RuntimeError):
+    """A hook changed its Python state while the step was traced, which happens once and not once a step."""
+
+
+class TraceBoundaryError(StepError, RuntimeError):
+    """A hook asked for a value, or changed one, at a place where the step does not hand it out."""
+
+
 class CheckpointError(NnxError):
     """The run store cannot read or write what was asked; nothing was changed."""
 
@@ -66,6 +86,10 @@ class UnsafePathError(CheckpointError, ValueError):
 
 class ResumePointError(CheckpointError, ValueError):
     """A checkpoint is missing, torn, mixed, corrupt, or of another run; nothing was restored."""
+
+
+class MissingCheckpointError(ResumePointError, FileNotFoundError):
+    """There is no run, or no checkpoint of this name, at the address that was given."""
 
 
 class HistoryCorruptionError(CheckpointError, ValueError):

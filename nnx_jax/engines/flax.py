@@ -106,7 +106,7 @@ class FlaxEngine:
     def run_span(self, state: Carry, span: Span, poll: Poll) -> tuple[Carry, int]:
         """Run the span in calls of a bounded size; `poll` is asked between them."""
         if span.first_batch == 0:
-            self.programs.start_epoch(state)
+            self.programs.start_epoch(state, span.epoch)
         with self._memory("placing the data", self.feed):
             batches = self.batches
         done = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from nnx_jax.core.errors import StepError
 from nnx_jax.step import records, rng, state
+from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.programs import StepPrograms
 from nnx_jax.step.records import RecordLayout
 from nnx_jax.step.state import TrainState, describe_leaf, leaf_paths, strong
@@ -35,6 +37,10 @@ State = tuple[TrainState, Any, Any]
 class StepBody:
     """The traced parts of a step. Every program is put together from `micro` and `commit`, so all give equal bits."""
 
+    split = False
+    """A window's last microbatch has a body of its own, `last`, which closes it; else `commit` does."""
+    dynamic = False
+
     def __init__(
         self,
         forward: Forward,
@@ -53,8 +59,15 @@ class StepBody:
         self.forward, self.terms, self.optimizer = forward, terms, optimizer
         self.plan, self.layout, self.metrics, self.invalid = plan, layout, tuple(metrics), invalid
         self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.nonfinite = nonfinite
         self.max_consecutive = 0 if nonfinite == "fail" else max_consecutive
         self.halt_code = records.HALT_NONFINITE if nonfinite == "fail" else records.HALT_CONSECUTIVE
+
+    def accumulator(self, params: Any, model_state: Any) -> dict[str, Any]:
+        """The first `TrainState.accum`."""
+        if self.accumulate == 1:
+            return {}
+        return open_window(self.plan, self.layout, params, jax.tree.map(jnp.copy, model_state))
 
     def measure(self, train: TrainState, batch: Any) -> tuple[Sums, Any, jax.Array]:
         """Forward and backward of one microbatch: its sums, the new model_state, the number of invalid labels."""
@@ -71,7 +84,7 @@ class StepBody:
 
         values, pull, (num, den, metrics, model_state, invalid) = jax.vjp(scalars, train.params, has_aux=True)
         one_hot = jnp.eye(len(self.plan.groups), dtype=values.dtype)
-        grads = tuple(_float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
+        grads = tuple(float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
         term = first_bad(num + den)
         micro = jnp.where(term >= 0, train.counters[state.BATCH], -1)
         return Sums(grads, num, den, metrics, jnp.stack([micro, term, jnp.int32(-1)])), model_state, invalid
@@ -88,19 +101,24 @@ class StepBody:
         fault = jnp.where((window.fault[0] < 0) & bad, here, window.fault)
         added = Sums(grads, window.num + seen.num, window.den + seen.den, window.metrics + seen.metrics, fault)
         live = status[1] == 0
-        counters = state.tick(train.counters, batch=live, micro=live)
+        counters = state.tick(train.counters, batch=live, micro=live, epoch_batch=live)
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
         if self.layout.every == "batch":
             flags = jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
             zero = jnp.float32(0)
-            row = self.layout.row(counters, [flags, halt, invalid, *fault], zero, zero, seen.flat, added.flat)
+            ints = [flags, halt, invalid, *fault, jnp.int32(-1)]
+            row = self.layout.row(counters, ints, zero, zero, seen.flat, added.flat)
             rows = records.write(rows, status[0], row)
             status = jnp.stack([status[0] + 1, halt])
         else:
             status = jnp.stack([status[0], halt])
         accum = {**train.accum, "window": added, "last": seen.flat, "invalid": train.accum["invalid"] + invalid}
         model_state = select(live, model_state, train.model_state)
-        return _replace(train, accum=accum, model_state=model_state, counters=counters), rows, status
+        return replace(train, accum=accum, model_state=model_state, counters=counters), rows, status
+
+    def last(self, carry: State, batch: Any) -> State:
+        """Accumulate the last microbatch of a window and close it."""
+        return self.commit(self.micro(carry, batch))
 
     def apply(self, carry: State, batch: Any) -> State:
         """A window of one microbatch: measured, divided and committed at once."""
@@ -108,7 +126,7 @@ class StepBody:
         seen, model_state, invalid = self.measure(train, batch)
         live = status[1] == 0
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
-        moved = _replace(train, counters=state.tick(train.counters, batch=live))
+        moved = replace(train, counters=state.tick(train.counters, batch=live, epoch_batch=live))
         return self._close(moved, rows, status[0], halt, live, seen, seen.flat, model_state, train.model_state, invalid)
 
     def commit(self, carry: State) -> State:
@@ -124,7 +142,7 @@ class StepBody:
             accum["invalid"],
         )  # fmt: skip
         clean = open_window(self.plan, self.layout, train.params, train.model_state)
-        return _replace(train, accum=clean), rows, status
+        return replace(train, accum=clean), rows, status
 
     def _close(
         self,
@@ -142,7 +160,7 @@ class StepBody:
         """unscale -> divide -> finite check -> clip -> step, kept only if nothing speaks against it; then the row."""
         squares, norm = self.plan.measure(window.grads, window.den)
         leaf = jnp.where(window.fault[2] >= 0, window.fault[2], first_bad(squares))
-        bad = (window.fault[0] >= 0) | ~jnp.isfinite(norm)
+        bad = (window.fault[0] >= 0) | ~jnp.isfinite(norm) if self.nonfinite != "ignore" else jnp.bool_(False)
         micro = jnp.where(window.fault[0] >= 0, window.fault[0], train.counters[state.BATCH] - 1)
         fault = jnp.where(bad, jnp.stack([micro, window.fault[1], leaf]), -1)
         empty = self.plan.is_empty(window.den) & ~bad
@@ -173,8 +191,8 @@ class StepBody:
 
         flags = records.CLOSED + jnp.where(keep, records.COMMITTED, 0) + jnp.where(empty, records.EMPTY, 0)
         flags += jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
-        row = self.layout.row(counters, [flags, halt, invalid, *fault], rate, norm, own, window.flat)
-        closed = _replace(
+        row = self.layout.row(counters, [flags, halt, invalid, *fault, jnp.int32(-1)], rate, norm, own, window.flat)
+        closed = replace(
             train,
             params=params,
             opt_state=opt_state,
@@ -210,6 +228,8 @@ def build_step(
     max_consecutive: int = 10,
     record_every: str = "batch",
     capacity: int = 4096,
+    hooks: HookPlan | None = None,
+    executor: str = "compiled",
 ) -> StepPrograms:
     """Check that the parts fit and return the programs; nothing is compiled before its first call.
 
@@ -226,10 +246,12 @@ def build_step(
             `invalid_labels`, if it has one.
         accumulate: microbatches in a full window.
         clip_norm: largest global gradient norm; None or inf for no clipping.
-        nonfinite: "fail" stops at the first non-finite window, "skip" drops such windows.
+        nonfinite: "fail" stops at the first non-finite window, "skip" drops such windows, "ignore" applies them.
         max_consecutive: under "skip", how many in a row are dropped before the run stops.
         record_every: "batch" writes a record row for every microbatch, "update" one for every window.
         capacity: rows the device keeps between two `read_records`.
+        hooks: what takes part in the step; their slots are made here.
+        executor: "compiled", or "staged" and "eager", which run Python with concrete values; see `step/concrete.py`.
 
     Raises:
         StepError: an option is out of range, or forward, loss or optimizer change the shape, dtype or structure of
@@ -247,11 +269,21 @@ def build_step(
     layout = RecordLayout(
         plan.terms, plan.weights, plan.additive, tuple((m.name, m.size) for m in metrics), capacity, record_every
     )
-    body = StepBody(
-        forward, terms, optimizer, plan, layout, metrics=metrics,
-        invalid=getattr(terms, "invalid_labels", None) if invalid is None else invalid, accumulate=accumulate,
-        clip_norm=clip_norm, nonfinite=nonfinite, max_consecutive=max_consecutive,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "metrics": metrics,
+        "invalid": getattr(terms, "invalid_labels", None) if invalid is None else invalid,
+        "accumulate": accumulate,
+        "clip_norm": clip_norm,
+        "nonfinite": nonfinite,
+        "max_consecutive": max_consecutive,
+    }
+    if executor != "compiled":
+        hooks = dataclasses.replace(hooks or HookPlan(), concrete=True)
+    body: StepBody = StepBody(forward, terms, optimizer, plan, layout, **options)
+    if hooks is not None and not hooks.empty:
+        from nnx_jax.step.probe import hooked_body
+
+        body = hooked_body(hooks, given, batch, forward, terms, optimizer, plan, layout, options)
     grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), given[0])
     opt_state = jax.eval_shape(optimizer.init, given[0])
     new_params, new_opt_state = jax.eval_shape(optimizer.update, grads, opt_state, given[0])
@@ -260,12 +292,16 @@ def build_step(
 
     def init(parts: Any, key_data: Any) -> State:
         params, frozen, model_state, slots = parts
-        accum = open_window(plan, layout, params, jax.tree.map(jnp.copy, model_state)) if accumulate > 1 else {}
-        train = TrainState(
-            params, frozen, model_state, optimizer.init(params), accum, slots, key_data, jnp.zeros(8, jnp.int32)
-        )
+        slots = {**(hooks.init(params) if hooks is not None else {}), **slots}
+        counters = jnp.zeros(len(state.COUNTERS), jnp.int32)
+        accum = body.accumulator(params, model_state)
+        train = TrainState(params, frozen, model_state, optimizer.init(params), accum, slots, key_data, counters)
         return strong((train, jnp.zeros((capacity, layout.width), jnp.int32), jnp.zeros(2, jnp.int32)))
 
+    if executor != "compiled":
+        from nnx_jax.step.concrete import ConcretePrograms
+
+        return ConcretePrograms(body, init, given, compiled=executor == "staged")  # type: ignore[arg-type]
     return StepPrograms(body, init, given)
 
 
@@ -286,8 +322,8 @@ def _check_options(
         raise StepError(f"accumulate is {accumulate}; a window has at least one microbatch")
     if clip_norm is not None and not clip_norm > 0:
         raise StepError(f"clip_norm is {clip_norm}; give a norm above 0, or None for no clipping")
-    if nonfinite not in ("fail", "skip"):
-        raise StepError(f"nonfinite is {nonfinite!r}; write 'fail' or 'skip'")
+    if nonfinite not in ("fail", "skip", "ignore"):
+        raise StepError(f"nonfinite is {nonfinite!r}; write 'fail', 'skip' or 'ignore'")
     if max_consecutive < 0:
         raise StepError(f"max_consecutive is {max_consecutive}; it counts windows, from 0")
     if record_every not in ("batch", "update"):
@@ -312,10 +348,10 @@ def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
-def _float32(tree: Any) -> Any:
+def float32(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
-def _replace(train: TrainState, **changes: Any) -> TrainState:
+def replace(train: TrainState, **changes: Any) -> TrainState:
     fields = {name: getattr(train, name) for name in TrainState.__dataclass_fields__}
     return TrainState(**{**fields, **changes})

@@ -52,7 +52,8 @@ class StepPrograms:
     """
 
     def __init__(self, body: StepBody, init: Any, given: Any, *, max_in_flight: int = 4) -> None:
-        self.layout, self.accumulate, self.max_in_flight = body.layout, body.accumulate, max_in_flight
+        self.layout, self.max_in_flight = body.layout, max_in_flight
+        self.accumulate = 1 if body.dynamic else body.accumulate
         self.watch = CompileWatch()
         self._given, self._body = given, body
         self._init = jax.jit(lambda parts, key: jax.tree.leaves(init(parts, key)))
@@ -68,7 +69,7 @@ class StepPrograms:
         self._stacked = jit("span_stacked", self._span_stacked, [names, "block", "trip"], donate_argnums=0)
         inputs = [names, "columns", "table", "trip"]
         self._resident = jit("span_resident", self._span_resident, inputs, donate_argnums=0)
-        self._new_epoch = jax.jit(lambda c: c.at[state.EPOCH_STEP].set(0), donate_argnums=0)
+        self._new_epoch = jax.jit(_new_epoch, donate_argnums=0)
         self._counters_at = self.paths.index("counters")
 
     # -- making and opening a carry
@@ -116,12 +117,13 @@ class StepPrograms:
 
     def named(self, carry: Carry) -> dict[str, jax.Array]:
         """Every leaf of the state by name: what a checkpoint holds."""
-        return dict(zip(self.paths, carry.leaves[: self._n], strict=True))
+        return {path: leaf for path, leaf in zip(self.paths, carry.leaves, strict=False) if not _passing(path)}
 
     def abstract(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype name of every leaf by name."""
         like = self._like[: self._n]
-        return {p: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for p, leaf in zip(self.paths, like, strict=True)}
+        stored = [(path, leaf) for path, leaf in zip(self.paths, like, strict=True) if not _passing(path)]
+        return {path: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in stored}
 
     def load_named(self, named: Mapping[str, Any]) -> Carry:
         """A carry from saved leaves, exactly as they were; the arrays given stay the caller's.
@@ -129,7 +131,9 @@ class StepPrograms:
         Raises:
             StepError: names, shapes or dtypes differ; names the first differing path. Nothing is made.
         """
-        leaves = match_named(named, self.paths, self._like[: self._n])
+        like = dict(zip(self.paths, self._like, strict=False))
+        passing = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in like.items() if _passing(path)}
+        leaves = match_named({**named, **passing}, self.paths, self._like[: self._n])
         counters = np.asarray(named["counters"])
         blank = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._like[self._n :]]
         return Carry(own([*leaves, *blank]), int(counters[state.BATCH]), int(counters[state.MICRO]))
@@ -177,9 +181,9 @@ class StepPrograms:
         self._advance(carry, micros, windows, self._stacked, block, trip)
         carry.micro = 0
 
-    def start_epoch(self, carry: Carry) -> None:
-        """Set the count of this epoch's updates to 0."""
-        carry.leaves[self._counters_at] = self._new_epoch(carry.leaves[self._counters_at])
+    def start_epoch(self, carry: Carry, epoch: int = 0) -> None:
+        """Set the epoch, and the counts of its updates and microbatches to 0."""
+        carry.leaves[self._counters_at] = self._new_epoch(carry.leaves[self._counters_at], np.int32(epoch))
 
     # -- looking at it
 
@@ -276,7 +280,10 @@ class StepPrograms:
         return self._shut(run_rows(self._body.micro, lambda row: batch, jnp.int32(0), carry, one, one)[1])
 
     def _one_apply(self, leaves: list[Any], batch: Any) -> Any:
-        one = once(jax.tree.unflatten(self._treedef, leaves)[0].counters[state.RESERVED])
+        carry = jax.tree.unflatten(self._treedef, leaves)
+        one = once(carry[0].counters[state.RESERVED])
+        if self._body.split and self.accumulate > 1:
+            return self._shut(run_rows(self._body.last, lambda row: batch, jnp.int32(0), carry, one, one)[1])
         return self._windows(leaves, lambda row: batch, (jnp.int32(0), one, one, one))
 
     def _span_resident(self, leaves: list[Any], columns: Any, table: Any, trip: Any) -> Any:
@@ -296,10 +303,23 @@ class StepPrograms:
 
         def window(number: Any, state: Any) -> Any:
             length = jnp.where(number == 0, first, jnp.where(number == windows - 1, last, self.accumulate))
+            if self._body.split:
+                row, carry = run_rows(self._body.micro, fetch, state[0], state[1], length - 1, one)
+                return run_rows(self._body.last, fetch, row, carry, one, one)
             row, carry = run_rows(self._body.micro, fetch, state[0], state[1], length, one)
             return row, self._body.commit(carry)
 
         return self._shut(jax.lax.fori_loop(jnp.zeros_like(windows), windows, window, (start, carry))[1])
+
+
+def _passing(path: str) -> bool:
+    """What hosts look at after a microbatch is of no later use, and is not stored."""
+    return path.startswith("accum/taps/")
+
+
+def _new_epoch(counters: Any, epoch: Any) -> Any:
+    counters = counters.at[state.EPOCH_STEP].set(0).at[state.EPOCH_BATCH].set(0)
+    return counters.at[state.EPOCH].set(epoch)
 
 
 def _shaped(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ CLOSED, COMMITTED, EMPTY, BAD, HALTED = 1, 2, 4, 8, 16
 HALT_NONFINITE, HALT_INVALID, HALT_CONSECUTIVE = 1, 2, 3
 """Why the device stopped updating: a non-finite window, invalid labels, too many bad windows in a row."""
 
-_INTS = (*COUNTERS, "flags", "halt", "invalid", "bad_batch", "bad_term", "bad_leaf")
+_INTS = (*COUNTERS, "flags", "halt", "invalid", "bad_batch", "bad_term", "bad_leaf", "veto")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Records:
 
     Attributes:
         layout: names, weights and kinds of the columns.
-        ints: int32 columns by name: the counters after the row, `flags`, `halt`, `invalid`, `bad_*`.
+        ints: int32 columns by name: the counters after the row, `flags`, `halt`, `invalid`, `bad_*`, and `veto`, the
+            index of the update hook that vetoed first, -1 for none.
         rate: float32, learning rate the window's update used; 0 on rows without an update.
         grad_norm: float32, global norm before clipping; 0 on rows that closed no window.
         num, den: float32 by term, of the row's microbatch (of the window when rows are written per update).

@@ -11,6 +11,8 @@ DROPOUT = 2
 """Dropout and every other noise of the training forward pass."""
 EVALUATION = 3
 """The key an evaluation forward pass gets; the same for every batch, so scoring twice gives the same numbers."""
+HOOKS = 4
+"""What update hooks draw."""
 
 _IMPL = "threefry2x32"
 

@@ -12,10 +12,13 @@ import numpy as np
 
 from nnx_jax.core.errors import StepError
 
-COUNTERS = ("batch", "micro", "step", "epoch_step", "skipped", "nonfinite", "consecutive", "reserved")
+COUNTERS = (
+    "batch", "micro", "step", "epoch_step", "skipped", "nonfinite", "consecutive", "reserved", "epoch", "epoch_batch",
+)  # fmt: skip
 """Places of `TrainState.counters`: microbatches seen, microbatches in the open window, committed updates, those of
-this epoch, skipped windows, those skipped as non-finite, those of them in a row; the last place is always 0."""
-BATCH, MICRO, STEP, EPOCH_STEP, SKIPPED, NONFINITE, CONSECUTIVE, RESERVED = range(8)
+this epoch, skipped windows, those skipped as non-finite, those of them in a row, always 0, the epoch, and microbatches
+of this epoch."""
+BATCH, MICRO, STEP, EPOCH_STEP, SKIPPED, NONFINITE, CONSECUTIVE, RESERVED, EPOCH, EPOCH_BATCH = range(10)
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +34,7 @@ class TrainState:
         accum: the open window; empty when a window is one microbatch.
         slots: state of update hooks, by name.
         rng: uint32 [2], the run key; constant.
-        counters: int32 [8], see `COUNTERS`.
+        counters: int32 [10], see `COUNTERS`.
     """
 
     params: dict[str, Any]

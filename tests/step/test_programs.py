@@ -226,7 +226,7 @@ class TestNamed:
             ),
             (
                 lambda s: s.update({"counters": np.zeros(8, np.int64)}),
-                r"'counters': expected int32\[8\], found int64\[8\]",
+                r"'counters': expected int32\[10\], found int64\[8\]",
             ),
             (
                 lambda s: s.update({"params/z": np.zeros(1)}),
@@ -284,7 +284,7 @@ def test_parts_that_do_not_fit_are_refused_before_a_compile(kit: Kit) -> None:
             signature=shapes,
         )  # fmt: skip
     for bad, message in [
-        (dict(nonfinite="ignore"), "nonfinite is 'ignore'; write 'fail' or 'skip'"),
+        (dict(nonfinite="drop"), "nonfinite is 'drop'; write 'fail', 'skip' or 'ignore'"),
         (dict(record_every="epoch"), "record_every is 'epoch'"),
         (dict(max_consecutive=-1), "max_consecutive is -1"),
         (dict(capacity=0), "capacity is 0"),

@@ -1,0 +1,115 @@
+"""Calling a hook: its own slot in `ctx.state`, its stage in the trace, and errors that name it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx_jax.core.errors import HookTypeError, StepError, TraceBoundaryError, TraceStateError
+from nnx_jax.core.hooks import TrainingUpdateHook, describe, owns, runs_on
+from nnx_jax.core.stages import TrainingStage as Stage
+from nnx_jax.step import gates
+from nnx_jax.step.context import StepContext
+from nnx_jax.step.plan import HookPlan
+
+
+class HookCalls:
+    """Calls the hooks of one plan."""
+
+    def __init__(self, plan: HookPlan) -> None:
+        self.plan = plan
+        self._order = list(plan.keys.values())
+
+    def known(self, flag: gates.Flag) -> gates.Flag:
+        """The flag as a Python bool where values are concrete."""
+        return bool(flag) if self.plan.concrete else flag
+
+    def fold(self, ctx: StepContext, stage: Stage) -> tuple[gates.Flag, Any]:
+        def call(hook: Any, skip: Any) -> tuple[Any, Any]:
+            go, loss = self.ask(ctx, hook, stage, self.known(skip))
+            return (bool(gates.check_flag(go, hook, stage)) if self.plan.concrete else go), loss
+
+        if stage is Stage.DO_OPTIMIZER_STEP:
+            self.watch(ctx, stage)
+        return gates.fold(self.plan.update, stage, call)
+
+    def watch(self, ctx: StepContext, stage: Stage) -> None:
+        if self.plan.observer is not None:
+            ctx.enter(_stage=stage.name)
+            self.plan.observer(stage, ctx)
+
+    def ask(self, ctx: StepContext, hook: TrainingUpdateHook, stage: Stage, will_skip: gates.Flag) -> tuple[Any, Any]:
+        if "loss" not in ctx.__dict__:
+            ctx.enter(loss=None)
+        answer = self.call_one(ctx, hook, stage, will_skip)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise HookTypeError(
+                f"{type(hook).__name__} returned {describe(answer)} at {stage.name}; return (proceed, loss)"
+            )
+        return answer
+
+    def at(self, ctx: StepContext, stage: Stage) -> None:
+        self.watch(ctx, stage)
+        for hook in self.plan.traced:
+            if runs_on(hook, stage) and not owns(hook, stage):
+                self.call_one(ctx, hook, stage)
+
+    def call_one(self, ctx: StepContext, hook: Any, stage: Stage, *will_skip: Any) -> Any:
+        """Call one hook with its own slot in `ctx.state`; what it left there is checked and kept."""
+        name, slots = self.plan.key(hook), ctx.__dict__["slots"]
+        order = self._order.index(name)
+        ctx.enter(_stage=stage.name, state=slots.get(name, ()), hook_index=order)
+        before = _snapshot(hook)
+        try:
+            with jax.named_scope(stage.name):
+                answer = hook(ctx, stage, *will_skip)
+        except jax.errors.TracerBoolConversionError as error:
+            raise TraceBoundaryError(
+                f"{type(hook).__name__} at {stage.name} asks a value of the step in a Python `if`, but it is not known "
+                "while the step is traced; use ctx.where(flag, a, b), or run with dispatch 'staged' or 'eager'"
+            ) from error
+        if not self.plan.concrete and _snapshot(hook) != before:
+            changed = sorted(k for k, v in _snapshot(hook).items() if before.get(k, _snapshot) != v)
+            raise TraceStateError(
+                f"{type(hook).__name__} changed its attribute {', '.join(changed)} at {stage.name}; the step is traced "
+                "once and not called once a step, so this would count traces; keep it in ctx.state (init_state makes "
+                "its first value), or run with dispatch 'eager'"
+            )
+        if name in slots:
+            slots[name] = _same_slot(name, ctx.state, slots[name])
+        elif jax.tree.leaves(ctx.state):
+            raise StepError(f"{type(hook).__name__} has no slot; give its first state in init_state")
+        return answer
+
+
+def _same_slot(name: str, new: Any, old: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise StepError(f"{name} changed the structure of its state; keep the keys of init_state")
+
+    def leaf(path: Any, fresh: Any, held: Any) -> Any:
+        fresh = jnp.asarray(fresh)
+        if fresh.shape != held.shape or not _fits(fresh.dtype, held.dtype):
+            raise StepError(
+                f"{name} changed {jax.tree_util.keystr(path)} of its state from {held.dtype}{list(held.shape)} to "
+                f"{fresh.dtype}{list(fresh.shape)}"
+            )
+        return fresh.astype(held.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, new, old)
+
+
+def _fits(new: Any, old: Any) -> bool:
+    return new == old or (jnp.issubdtype(new, jnp.integer) or new == jnp.bool_) == jnp.issubdtype(old, jnp.integer)
+
+
+def _snapshot(hook: Any) -> dict[str, Any]:
+    """The hook's attributes, containers copied; a change of any is a change of state."""
+    found = {}
+    for name, value in getattr(hook, "__dict__", {}).items():
+        if isinstance(value, dict | list | set):
+            found[name] = (type(value), str(value))
+        else:
+            found[name] = value if isinstance(value, int | float | str | bool | type(None)) else id(value)
+    return found
