@@ -6,7 +6,7 @@ The order never changes, and the replacement of LAST is the only moment at which
 2. history rows appended and synced, then the arrays written through Orbax;
 3. the new directory synced bottom-up (Orbax does not), its files digested, renamed into place, its manifest synced;
 4. the lease and its fencing number checked again, then LAST replaced and synced;
-5. phase pointers and BEST; 6. deferred tags; 7. retention.
+5. phase pointers and BEST; 6. deferred tags, then retired ones; 7. retention.
 
 A failure before LAST moved cuts the history back to what the standing LAST covers. A failure after it keeps the pair.
 """
@@ -47,6 +47,7 @@ class CommitPoint:
         best: this moment is a strict improvement, so BEST moves here.
         score: rank of BEST among the runs of the directory, lower is better; None takes no part in `runs/best`.
         deferred: tags of callback checkpoints, written last.
+        retired: tags that give up their checkpoint once those of this moment are written.
     """
 
     epoch: int
@@ -58,6 +59,7 @@ class CommitPoint:
     best: bool = False
     score: float | None = None
     deferred: tuple[str, ...] = ()
+    retired: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,9 @@ class Committer:
         self.drain()
         if self._last is not None and self._last.final:
             raise CheckpointError(f"run {self._paths.run_id!r} is finished; start a new run from it, or overwrite it")
-        for name in (*point.names, *point.deferred):
+        for name in (*point.names, *point.deferred, *point.retired):
             check_tag(name)
-        if reserved := [name for name in point.deferred if name in RESERVED]:
+        if reserved := [name for name in (*point.deferred, *point.retired) if name in RESERVED]:
             raise CheckpointError(f"checkpoint tag {reserved[0]!r} is written by the store itself; choose another name")
         host = durable_json(dict(point.host), source=HOST, limits=HOST_LIMITS)
         needed = sum(leaf.nbytes for leaf in arrays.describe(point.arrays).values()) + len(host)
@@ -258,6 +260,9 @@ class Committer:
             steps.append(lambda: best.propose(self._paths))
         for name in point.deferred:
             steps.append(lambda name=name: pointers.write_pointer(self._paths, name, pointer))
+        for name in point.retired:
+            if name not in point.deferred:
+                steps.append(lambda name=name: pointers.remove_pointer(self._paths, name))
         steps.append(lambda: retain.prune(self._paths, self._keep))
         first: BaseException | None = None
         for step in steps:

@@ -11,6 +11,7 @@ from typing import Any
 from nnx_jax.core import codec, fsio
 from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import NnxError, ResumePointError
+from nnx_jax.runs.pointers import check_format
 
 FORMAT = "nnx_jax.manifest/1"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -50,7 +51,11 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise ResumePointError(f"{path}: is not the manifest its pointer names (mixed or damaged files)")
     try:
-        return _decode(codec.parse_json(data, source=str(path), limits=_LIMITS))
+        obj = codec.parse_json(data, source=str(path), limits=_LIMITS)
+        check_format(obj, FORMAT, path)
+        return _decode(obj)
+    except ResumePointError:
+        raise
     except (NnxError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResumePointError(f"{path}: the manifest is damaged ({error})") from error
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from nnx_jax.core import codec, fsio
 from nnx_jax.core.durable import durable_json
-from nnx_jax.core.errors import NnxError, ResumePointError
+from nnx_jax.core.errors import NnxError, ResumePointError, UnsafePathError
 from nnx_jax.runs.history import Extent
-from nnx_jax.runs.layout import LAST, RunPaths
+from nnx_jax.runs.layout import LAST, RESERVED, RunPaths
 
 FORMAT = "nnx_jax.pointer/1"
+_VERSIONED = re.compile(r"(.*/)([1-9][0-9]{0,8})")
 _LIMITS = codec.Limits(64 * 1024, 100)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -75,7 +76,11 @@ def parse_pointer(data: bytes, path: Path, run_id: str) -> Pointer:
     if not data.strip():
         raise ResumePointError(f"{path}: is empty, so what was committed is unknown{advice}")
     try:
-        pointer = _decode(codec.parse_json(data, source=str(path), limits=_LIMITS))
+        obj = codec.parse_json(data, source=str(path), limits=_LIMITS)
+        check_format(obj, FORMAT, path)
+        pointer = _decode(obj)
+    except ResumePointError:
+        raise
     except (NnxError, ValueError, TypeError, KeyError) as error:
         raise ResumePointError(f"{path}: is damaged ({error}){advice}") from error
     if pointer.to_bytes() != data:
@@ -88,6 +93,28 @@ def parse_pointer(data: bytes, path: Path, run_id: str) -> Pointer:
 def write_pointer(paths: RunPaths, name: str, pointer: Pointer) -> None:
     """Replace pointer `name` atomically and sync it. For LAST this is the commit."""
     fsio.atomic_write(paths.pointer(name), pointer.to_bytes())
+
+
+def remove_pointer(paths: RunPaths, name: str) -> None:
+    """Remove tag `name`, which may be gone already; the names the store writes itself stay."""
+    if name in RESERVED:
+        raise UnsafePathError(f"checkpoint tag {name!r} is written by the store itself; only your own tags are removed")
+    paths.pointer(name).unlink(missing_ok=True)
+    fsio.sync_dir(paths.checkpoints)
+
+
+def check_format(obj: Any, known: str, path: Path) -> None:
+    """Raise when a parsed file says that it is of a later version of the format `known`.
+
+    Raises:
+        ResumePointError: naming both versions; such a file is whole, only not for this version of nnx_jax.
+    """
+    found = _VERSIONED.fullmatch(str(obj.get("format"))) if isinstance(obj, dict) else None
+    ours = _VERSIONED.fullmatch(known)
+    if found and ours and found[1] == ours[1] and int(found[2]) > int(ours[2]):
+        raise ResumePointError(
+            f"{path}: is of schema {found[0]!r}, newer than {known!r}, the newest this nnx_jax reads; upgrade nnx_jax"
+        )
 
 
 def list_pointers(paths: RunPaths) -> dict[str, Pointer]:
