@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.objectives.compose import BaseLossFunction
 from nnx_jax.objectives.targets import (
     Batch,
     Items,
@@ -26,7 +27,7 @@ Task = Literal["classes", "bernoulli", "values", "own"]
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(BaseLossFunction):
     """A loss ready to be traced: call it with (outputs, batch) to get its terms.
 
     `batch` holds "y", and may hold "mask" [B] (1 for a real row, 0 for padding) and "weight". Outputs of any float
@@ -219,6 +220,8 @@ def build_loss(spec: Any) -> Loss:
     """
     if isinstance(spec, Loss):
         return spec
+    if getattr(spec, "scheduled", False):
+        raise ConfigError("weights of this loss follow a schedule, which a TrainingStrategy takes; here, give numbers")
     kind = spec if isinstance(spec, str) else getattr(spec, "kind", None)
     if not isinstance(spec, str) and callable(spec) and kind not in LOSSES:
         return wrap_user_loss(spec, kind)

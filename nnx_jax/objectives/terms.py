@@ -30,6 +30,8 @@ class LossTerm:
         denominator: float32 scalar, what the numerator is divided by; None exactly for a "sum" term.
         reduction: "mean" or "sum".
         weight: finite factor of this term in the total.
+        scale: factor of the numerator that may differ from update to update (a float32 scalar of the step, as a weight
+            schedule gives it); None for none. It is applied before the sum, so one window may see several.
 
     Raises:
         ConfigError: for a missing, negative or non-scalar part. Values inside a compiled step are not known when the
@@ -41,6 +43,7 @@ class LossTerm:
     denominator: Any = None
     reduction: Reduction = "mean"
     weight: float = 1.0
+    scale: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -50,6 +53,8 @@ class LossTerm:
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not np.isfinite(self.weight):
             raise ConfigError(f"loss term '{self.name}': weight must be a finite number, got {self.weight!r}")
         _check_scalar(self.name, "numerator", self.numerator)
+        if self.scale is not None:
+            _check_scalar(self.name, "scale", self.scale)
         if self.reduction == "sum":
             if self.denominator is not None:
                 raise ConfigError(f"loss term '{self.name}' is a sum and takes no denominator; drop it or use 'mean'")
@@ -65,21 +70,27 @@ class LossTerm:
         """What must stay equal within a window: name, reduction and weight."""
         return self.name, self.reduction, self.weight
 
+    @property
+    def scaled(self) -> Any:
+        """The numerator times its scale: what a window adds up."""
+        return self.numerator if self.scale is None else self.numerator * self.scale
+
 
 def _check_scalar(name: str, part: str, value: Any) -> None:
     if np.shape(value) != ():
         raise ConfigError(f"loss term '{name}': {part} must be one number, got shape {np.shape(value)}; sum it first")
 
 
-def _flatten(term: LossTerm) -> tuple[tuple[Any, Any], tuple[str, Reduction, float]]:
-    return (term.numerator, term.denominator), (term.name, term.reduction, term.weight)
+def _flatten(term: LossTerm) -> tuple[tuple[Any, Any, Any], tuple[str, Reduction, float]]:
+    return (term.numerator, term.denominator, term.scale), (term.name, term.reduction, term.weight)
 
 
 def _unflatten(meta: tuple[str, Reduction, float], parts: Iterable[Any]) -> LossTerm:
     # JAX rebuilds trees with placeholders that are not numbers, so the checks of the constructor are left out.
     term = object.__new__(LossTerm)
     values = (meta[0], *parts, meta[1], meta[2])
-    for field, value in zip(("name", "numerator", "denominator", "reduction", "weight"), values, strict=True):
+    fields = ("name", "numerator", "denominator", "scale", "reduction", "weight")
+    for field, value in zip(fields, values, strict=True):
         object.__setattr__(term, field, value)
     return term
 
@@ -120,7 +131,7 @@ def merge_terms(first: Sequence[LossTerm], second: Sequence[LossTerm]) -> tuple[
     return tuple(
         LossTerm(
             a.name,
-            a.numerator + b.numerator,
+            a.scaled + b.scaled,
             None if a.denominator is None else a.denominator + b.denominator,
             a.reduction,
             a.weight,
@@ -130,7 +141,7 @@ def merge_terms(first: Sequence[LossTerm], second: Sequence[LossTerm]) -> tuple[
 
 
 def term_value(term: LossTerm) -> jax.Array:
-    """The unweighted value of a term: float32 scalar; 0 when nothing was valid, never 0/0."""
+    """The unweighted value of a term, without scale: float32 scalar; 0 when nothing was valid, never 0/0."""
     numerator = jnp.asarray(term.numerator, jnp.float32)
     if term.denominator is None:
         return numerator
@@ -140,4 +151,5 @@ def term_value(term: LossTerm) -> jax.Array:
 
 def total_value(terms: Sequence[LossTerm]) -> jax.Array:
     """The value of a loss: the weighted sum of its terms, float32 scalar."""
-    return sum((term.weight * term_value(term) for term in terms), start=jnp.float32(0.0))
+    parts = (term.weight * term_value(term) * (1.0 if term.scale is None else term.scale) for term in terms)
+    return sum(parts, start=jnp.float32(0.0))

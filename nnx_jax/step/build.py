@@ -28,6 +28,7 @@ from nnx_jax.step.window import (
     select,
     square_sums,
     stack_terms,
+    terms_at,
 )
 
 State = tuple[TrainState, Any, Any]
@@ -75,7 +76,9 @@ class StepBody:
 
         def scalars(params: dict[str, Any]) -> tuple[jax.Array, Any]:
             outputs, model_state = self.forward({**train.frozen, **params}, train.model_state, batch, key, True)
-            num, den = stack_terms(self.terms(outputs, batch), self.plan)
+            at = train.counters
+            terms = terms_at(self.terms, at[state.STEP], at[state.EPOCH])(outputs, batch)
+            num, den = stack_terms(terms, self.plan)
             seen = jax.lax.stop_gradient(outputs)
             sums = [jnp.asarray(metric.update(seen, batch), jnp.float32).reshape(-1) for metric in self.metrics]
             bad = jnp.int32(0) if self.invalid is None else jnp.asarray(self.invalid(seen, batch), jnp.int32)

@@ -87,7 +87,7 @@ class Evaluator:
         outputs, _ = self._forward(params, model_state, batch, self._key, False)
         terms = check_terms(self._terms(outputs, batch))
         self._names = tuple((term.name, term.denominator is None, float(term.weight)) for term in terms)
-        num = [jnp.asarray(term.numerator, jnp.float32)[None] for term in terms]
+        num = [jnp.asarray(term.scaled, jnp.float32)[None] for term in terms]
         den = [jnp.asarray(0 if t.denominator is None else t.denominator, jnp.float32)[None] for t in terms]
         sums = [jnp.asarray(metric.update(outputs, batch), jnp.float32).reshape(-1) for metric in self._metrics]
         rows = jnp.sum(batch["mask"] > 0, dtype=jnp.float32)[None]

@@ -8,7 +8,7 @@ is one body and the accumulator lives on in the state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from nnx_jax.core.errors import StepError
 from nnx_jax.core.stages import TrainingStage as Stage
+from nnx_jax.objectives.terms import LossTerm, check_terms, term_value
 from nnx_jax.step import gates, records, rng, state
 from nnx_jax.step.build import StepBody, float32, open_window, replace
 from nnx_jax.step.calls import HookCalls
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.state import TrainState, strong
-from nnx_jax.step.window import Sums, clip_scale, first_bad, only_if, select, square_sums, stack_terms
+from nnx_jax.step.window import Sums, clip_scale, first_bad, only_if, select, square_sums, stack_terms, terms_at
 
 State = Any
 
@@ -127,8 +128,10 @@ class HookedBody(StepBody):
             self.calls.at(inner, Stage.AFTER_FORWARD)
             self.calls.at(inner, Stage.BEFORE_LOSS)
             outputs = inner.predictions
-            num, den = stack_terms(self.terms(outputs, batch), self.plan)
-            values, ref = self._objective(inner, num, den)
+            at = train.counters
+            terms = check_terms(terms_at(self.terms, at[state.STEP], at[state.EPOCH])(outputs, batch))
+            num, den = stack_terms(terms, self.plan)
+            values, ref = self._objective(inner, num, den, terms)
             seen = jax.lax.stop_gradient(outputs)
             sums = [jnp.asarray(metric.update(seen, batch), jnp.float32).reshape(-1) for metric in self.metrics]
             bad = jnp.int32(0) if self.invalid is None else jnp.asarray(self.invalid(seen, batch), jnp.int32)
@@ -160,7 +163,7 @@ class HookedBody(StepBody):
 
     _ref: int | None = None
 
-    def _objective(self, ctx: StepContext, num: Any, den: Any) -> tuple[jax.Array, int]:
+    def _objective(self, ctx: StepContext, num: Any, den: Any, terms: Sequence[LossTerm]) -> tuple[jax.Array, int]:
         """The values to differentiate, and the constant they are to be divided by meanwhile.
 
         The hooks see and change one loss, this microbatch's mean. Nobody changed it: the plain sums are differentiated,
@@ -172,15 +175,14 @@ class HookedBody(StepBody):
         factors = self.plan.factors(den)
         parts = num * factors
         loss = jnp.sum(parts)
-        names = self.plan.terms
         ctx.enter(
             loss=loss,
             raw_loss=loss,
             weight=den,
             losses={
                 "total_loss": loss,
-                "per_component_unweighted": {name: _mean(num[i], den[i]) for i, name in enumerate(names)},
-                "per_component_weight": dict(zip(names, self.plan.weights, strict=True)),
+                "per_component_unweighted": {term.name: term_value(term) for term in terms},
+                "per_component_weight": {t.name: t.weight if t.scale is None else t.weight * t.scale for t in terms},
             },
         )
         for stage in (Stage.AFTER_LOSS, Stage.BEFORE_BACKWARD):
@@ -419,7 +421,3 @@ class HookedBody(StepBody):
 
 def _zeros(window: Sums) -> Sums:
     return jax.tree.map(jnp.zeros_like, window)._replace(fault=jnp.full(3, -1, jnp.int32))
-
-
-def _mean(num: Any, den: Any) -> Any:
-    return jnp.where(den > 0, num / jnp.where(den > 0, den, 1.0), num)

@@ -137,9 +137,14 @@ def stack_terms(terms: Sequence[LossTerm], plan: Plan) -> tuple[jax.Array, jax.A
     found = tuple((term.name, float(term.weight), term.denominator is None) for term in terms)
     if found != tuple(zip(plan.terms, plan.weights, plan.additive, strict=True)):
         raise StepError(f"the loss returned terms {[t.layout for t in terms]}, but the step was built for {plan.terms}")
-    num = jnp.stack([jnp.asarray(term.numerator, jnp.float32) for term in terms])
+    num = jnp.stack([jnp.asarray(term.scaled, jnp.float32) for term in terms])
     den = jnp.stack([jnp.asarray(0 if t.denominator is None else t.denominator, jnp.float32) for t in terms])
     return num, jax.lax.stop_gradient(den)
+
+
+def terms_at(terms: Terms, step: Any, epoch: Any) -> Terms:
+    """The loss as it is at an update and an epoch (int32 scalars): the same function, unless its weights change."""
+    return terms.at(step, epoch) if hasattr(terms, "at") else terms  # type: ignore[attr-defined]
 
 
 def square_sums(tree: Any) -> jax.Array:
