@@ -27,6 +27,7 @@ _ASSIGNABLE = {
     "params": ("DO_OPTIMIZER_STEP",),
     "state": None,
     "metrics": None,
+    "stop": ("DO_OPTIMIZER_STEP",),
 }
 
 
@@ -49,6 +50,8 @@ class StepContext:
         state: the hook's own slot.
         batch_count, epoch_step_count, step_count, global_step_count, epoch: int32 scalars before this microbatch.
         window_starts, window_closes: whether it is the first, the last microbatch of an accumulation window.
+        window_count, window_size: the microbatch's place in its window, int32 from 1, and a full window's length.
+        stop: bool; a hook that vetoes may set it: the step then updates nothing more, and the host raises VetoError.
         metrics: float32 scalars by name; "grad_norm" becomes the recorded norm.
         compute_dtype: dtype of the matrix products.
         rng: a key of this microbatch and this hook.
@@ -58,6 +61,7 @@ class StepContext:
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
         self.__dict__.setdefault("metrics", {})
+        self.__dict__.setdefault("stop", False)
         self.__dict__.update(_stage="", _squares=None)
 
     xp = jnp
@@ -93,7 +97,8 @@ class StepContext:
         if name not in _ASSIGNABLE:
             raise TraceBoundaryError(f"ctx.{name} is read-only; a hook may replace {', '.join(_ASSIGNABLE)}")
         stages = _ASSIGNABLE[name]
-        if stages is not None and self._stage not in stages:
+        owned = name == "grads" and self._stage == "DO_BACKWARD" and name in self.__dict__
+        if stages is not None and self._stage not in stages and not owned:
             raise TraceBoundaryError(f"ctx.{name} may be replaced at {', '.join(stages)}; this is {self._stage}")
         if name in ("grads", "params", "batch", "predictions", "loss"):
             _check_like(name, value, self.__dict__.get(name))
@@ -131,6 +136,10 @@ class StepContext:
         """bool scalar: every element of `grads`, or of `tree`, is finite."""
         leaves = jax.tree.leaves(self.grads if tree is None else tree)
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+    def constant(self, value: Any) -> Any:
+        """`value` without its derivative; where values are concrete, a number that Python can read and print."""
+        return jax.lax.stop_gradient(value)
 
     def tree_map(self, function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """`function` on every leaf."""
