@@ -19,12 +19,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "nnx_jax"
 FLOORS = {
-    "core": 1, "params": 2, "data": 3, "nets": 3, "objectives": 3, "optim": 3, "step": 4, "spmd": 4, "runs": 5,
-    "loop": 6, "engines": 7, "torch": 7, "model": 8, "fit": 8, "trainer": 8, "training_loop": 8, "config": 8,
-    "train": 9, "decisions": 9, "report": 9,
+    "core": 1, "params": 2, "data": 3, "nets": 3, "objectives": 3, "optim": 3, "hooks": 3, "step": 4, "spmd": 4,
+    "distributed": 5, "runs": 5, "loop": 6, "engines": 7, "torch": 7, "model": 8, "fit": 8, "trainer": 8,
+    "training_loop": 8, "training": 8, "config": 8, "train": 9, "decisions": 9, "report": 9,
 }  # fmt: skip
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "tensorstore", "torch", "safetensors"}
-FRAMEWORK_FREE = {"core", "params", "data", "runs", "loop"}
+FRAMEWORK_FREE = {"core", "params", "data", "runs", "loop", "hooks"}
 EXTRAS = {"equinox", "numpyro", "blackjax", "tensorboardX", "wandb", "sklearn", "scipy", "matplotlib", "torch"}
 ONE_IMPORTER = {
     "orbax": "runs/arrays.py",
@@ -437,7 +437,7 @@ def test_importing_the_package_loads_no_framework() -> None:
     assert len(loaded) < 20
 
 
-@pytest.mark.parametrize("room", ["core", "params", "data", "runs", "loop"])
+@pytest.mark.parametrize("room", ["core", "params", "data", "hooks", "runs", "loop"])
 def test_shared_floors_load_no_framework(room: str) -> None:
     """Every module of the floors shared by both worlds, imported in one fresh interpreter."""
     names = [source.module for source in Tree(PACKAGE).sources if source.room == room and "__main__" not in source.path]

@@ -82,7 +82,7 @@ def optimizer_names() -> tuple[str, ...]:
 
 
 def make_optimizer(
-    kind: str,
+    kind: str | Callable[..., optax.GradientTransformation],
     params: Mapping[str, Any],
     *,
     rate: float = 0.0,
@@ -103,7 +103,7 @@ def make_optimizer(
     and rounded once. Gradients arrive already divided and clipped.
 
     Args:
-        kind: sgd, adam, adamw, lion, a name of `params.optim.OPTAX_NAMES`, or a registered one.
+        kind: sgd, adam, adamw, lion, a name of `params.optim.OPTAX_NAMES`, a registered one, or such a factory itself.
         params: path -> anything with `shape` and `dtype`.
         rate: the rate until `set_rate` (epoch clock).
         schedule: count of committed updates -> rate (update clock); read from the optimizer's own count.
@@ -120,13 +120,13 @@ def make_optimizer(
     found = {path: group_of(path, [group.patterns for group in groups]) for path in params}
     scale = {path: 1.0 if at is None else groups[at].lr_scale for path, at in found.items()}
     decay = _leaf_decay(weight_decay, mask, groups, found, params)
-    if kind in OWN_KINDS:
+    if isinstance(kind, str) and kind in OWN_KINDS:
         if options:
             raise ConfigError(f"optimizer '{kind}' takes its settings as fields, not in options: {sorted(options)}")
         direction = _direction(kind, momentum, nesterov, betas, eps)
         before, after = (decay, None) if kind in _COUPLED else (None, decay)
         return _assemble(lambda _: direction, rate, schedule, before, after, scale, negate=True)
-    if kind not in _FACTORIES:
+    if isinstance(kind, str) and kind not in _FACTORIES:
         raise ConfigError(f"there is no optimizer '{kind}'{nearest(kind, optimizer_names())}")
     if any(group.weight_decay is not None for group in groups):
         raise ConfigError(
@@ -178,8 +178,10 @@ def _direction(
     return optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps)
 
 
-def _optax_factory(kind: str, options: dict[str, Any], weight_decay: float, mask: dict[str, bool]) -> Direction:
-    factory = _FACTORIES[kind]
+def _optax_factory(kind: Any, options: dict[str, Any], weight_decay: float, mask: dict[str, bool]) -> Direction:
+    factory = _FACTORIES[kind] if isinstance(kind, str) else kind
+    if "learning_rate" not in inspect.signature(factory).parameters:
+        return lambda rate: factory(**options)  # it knows its own rate
     legal = {name for name in inspect.signature(factory).parameters if name != "learning_rate"}
     for name in options:
         if name not in legal:
