@@ -26,7 +26,8 @@ class PureModule:
 
     Args:
         module: any Flax NNX module called as `module(x)`, or as `module(x, mask=mask)` when its `__call__` has a
-            parameter of that name (float32 [B], 0 on padded rows); it is read, never changed.
+            parameter of that name (float32 [B], 0 on padded rows); it is read, never changed. One whose class says
+            `takes_batch = True` is called with the whole batch instead of x.
         freeze: glob patterns of parameter names that are not trained.
         compute_dtype: dtype of matmuls; parameters of norm layers stay float32.
         mask_rows: batches may hold padded rows, so BatchNorm statistics must leave them out.
@@ -58,6 +59,7 @@ class PureModule:
         self.frozen = {name: value for name, value in named.items() if name in frozen}
         if not self.params:
             raise ModelError("no parameter is left to train: every one is frozen; unfreeze some or add a layer")
+        self._takes_batch = bool(getattr(type(module), "takes_batch", False))
         self._takes_mask = "mask" in inspect.signature(type(module).__call__).parameters
         self._float32 = frozenset(_norm_parameters(module))
         self.batch_norms = [_name(path) for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
@@ -76,17 +78,24 @@ class PureModule:
             _tree(self._rest_tree, [model_state[name] for name in self.model_state]),
             copy=True,
         )
-        x = batch["x"]
-        if self.compute_dtype != jnp.float32 and jnp.issubdtype(x.dtype, jnp.floating):
-            x = x.astype(self.compute_dtype)
-        outputs = self._call(module, x, batch.get("mask"), train)
+        if self._takes_batch:
+            seen: Any = {name: column if name == "mask" else self._narrow(column) for name, column in batch.items()}
+        else:
+            seen = self._narrow(batch["x"])
+        outputs = self._call(module, seen, batch.get("mask"), train)
         outputs = jax.tree.map(_to_float32, outputs)
         _, _, _, rest = _split(module)
         _, new_state = _named(rest)
         # What a forward pass adds (`sow`) is not state of the model and is left behind.
         return outputs, {name: new_state[name].astype(old.dtype) for name, old in self.model_state.items()}
 
-    def _call(self, module: nnx.Module, x: jax.Array, mask: jax.Array | None, train: bool) -> Any:
+    def _narrow(self, x: jax.Array) -> jax.Array:
+        """An input in the type the model computes in."""
+        if self.compute_dtype != jnp.float32 and jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(self.compute_dtype)
+        return x
+
+    def _call(self, module: nnx.Module, x: Any, mask: jax.Array | None, train: bool) -> Any:
         """A module that takes the row mask gets it; of any other, the BatchNorms leave masked rows out."""
         if self._takes_mask:
             return module(x, mask=mask)  # pyright: ignore[reportCallIssue]
@@ -211,7 +220,7 @@ def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     return MaskedBatchNorm
 
 
-def _call_masked(module: nnx.Module, x: jax.Array, mask: jax.Array | None) -> Any:
+def _call_masked(module: nnx.Module, x: Any, mask: jax.Array | None) -> Any:
     """Call a freshly merged module with its BatchNorms leaving out masked rows."""
     if mask is None:
         return module(x)  # pyright: ignore[reportCallIssue]
