@@ -74,6 +74,10 @@ class TraceBoundaryError(StepError, RuntimeError):
     """A hook asked for a value, or changed one, at a place where the step does not hand it out."""
 
 
+class VetoError(StepError, RuntimeError):
+    """A hook rejected too many updates in a row; the state is as before the last of them."""
+
+
 class CheckpointError(NnxError):
     """The run store cannot read or write what was asked; nothing was changed."""
 

@@ -268,7 +268,7 @@ def build_step(
         lambda p, f, m, b, k: forward({**f, **p}, m, b, k, True), given[0], given[1], given[2], batch, key
     )
     _check_same("model_state", given[2], new_model_state, "the forward pass")
-    plan = _plan(terms, outputs, batch, accumulate)
+    plan = _plan(terms, outputs, batch, accumulate, hooks is not None and hooks.adds_means)
     layout = RecordLayout(
         plan.terms, plan.weights, plan.additive, tuple((m.name, m.size) for m in metrics), capacity, record_every
     )
@@ -295,7 +295,7 @@ def build_step(
 
     def init(parts: Any, key_data: Any) -> State:
         params, frozen, model_state, slots = parts
-        slots = {**(hooks.init(params) if hooks is not None else {}), **slots}
+        slots = {**(hooks.init(params, model_state) if hooks is not None else {}), **slots}
         counters = jnp.zeros(len(state.COUNTERS), jnp.int32)
         accum = body.accumulator(params, model_state)
         train = TrainState(params, frozen, model_state, optimizer.init(params), accum, slots, key_data, counters)
@@ -308,11 +308,11 @@ def build_step(
     return StepPrograms(body, init, given)
 
 
-def _plan(terms: Terms, outputs: Any, batch: Any, accumulate: int) -> Plan:
+def _plan(terms: Terms, outputs: Any, batch: Any, accumulate: int, means: bool) -> Plan:
     found: list[Plan] = []
 
     def look(outputs: Any, batch: Any) -> None:
-        found.append(plan_terms(terms(outputs, batch), accumulate))
+        found.append(plan_terms(terms(outputs, batch), accumulate, means=means))
 
     jax.eval_shape(look, outputs, batch)
     return found[0]

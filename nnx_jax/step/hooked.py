@@ -101,6 +101,8 @@ class HookedBody(StepBody):
             epoch=at[state.EPOCH],
             window_starts=starts,
             window_closes=ends,
+            window_count=at[state.MICRO] + 1,
+            window_size=self.accumulate,
             compute_dtype=self.hooks.compute_dtype,
             model_keys=self.hooks.model_keys,
             state=(),
@@ -298,9 +300,10 @@ class HookedBody(StepBody):
         bad, empty, norm, fault = self._verdict(ctx, moved, window, run)
         keep = self.calls.known(gates.and_((halt == 0) & ~bad & ~empty, run))
         params, opt_state, rate = self._update(ctx, train, keep, norm)
-        slots = self._after(ctx, train, params, keep, live)
         own = seen.flat
         entry = train.accum["entry"] if self.accumulate > 1 and not self.dynamic else train.model_state
+        model_state = select(jnp.asarray(keep), model_state, entry)
+        slots = self._after(ctx, train, params, model_state, keep, live)
         before = train.counters[state.CONSECUTIVE]
         open_ = halt == 0
         keep = jnp.asarray(keep)
@@ -316,13 +319,13 @@ class HookedBody(StepBody):
             consecutive=consecutive - before,
         )
         halt = jnp.where(open_ & bad & (consecutive > self.max_consecutive), self.halt_code, halt)
+        halt = jnp.where(open_ & ctx.stop, records.HALT_HOOK, halt)
         flags = records.CLOSED + jnp.where(keep, records.COMMITTED, 0) + jnp.where(empty, records.EMPTY, 0)
         mine = live | ((status[1] == records.HALT_INVALID) & (invalid > 0)) if self.accumulate > 1 else live
         flags += jnp.where(bad, records.BAD, 0) + jnp.where(mine, 0, records.HALTED)
         if self.layout.every == "update" and self.accumulate > 1 and not self.dynamic:
             own = window.flat
         row = self.layout.row(counters, [flags, halt, invalid, *fault, veto], rate, norm, own, window.flat)
-        model_state = select(keep, model_state, entry)
         closed = replace(
             train,
             params=params,
@@ -338,7 +341,7 @@ class HookedBody(StepBody):
         self, train: TrainState, rows: Any, status: Any, halt: Any, live: Any, ctx: StepContext, window: Sums,
         seen: Sums, model_state: Any, invalid: Any,
     ) -> State:  # fmt: skip
-        slots = self._after(ctx, train, train.params, False, live)
+        slots = self._after(ctx, train, train.params, train.model_state, False, live)
         if self.layout.every == "batch":
             bad = window.fault[0] >= 0
             flags = jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
@@ -409,9 +412,11 @@ class HookedBody(StepBody):
             return update() if keep else old
         return only_if(keep, update, old)
 
-    def _after(self, ctx: StepContext, train: TrainState, params: Any, keep: gates.Flag, live: Any) -> Any:
+    def _after(
+        self, ctx: StepContext, train: TrainState, params: Any, model_state: Any, keep: gates.Flag, live: Any
+    ) -> Any:
         """AFTER_OPTIMIZER_STEP; returns the slots, which a halted run leaves alone."""
-        ctx.enter(params=params)
+        ctx.enter(params=params, model_state=model_state)
         for hook in self.hooks.update:
             self.calls.ask(ctx, hook, Stage.AFTER_OPTIMIZER_STEP, gates.not_(keep))
         self.calls.at(ctx, Stage.AFTER_OPTIMIZER_STEP)

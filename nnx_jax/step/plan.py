@@ -60,9 +60,23 @@ class HookPlan:
         """The traced hook that does a replacement stage itself."""
         return next((hook for hook in self.traced if owns(hook, stage)), None)
 
-    def init(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """First slots of all hooks that have one, by name; no array is shared with `params`."""
-        slots = {self.key(hook): hook.init_state(params) for hook in (*self.update, *self.traced)}
-        held = {id(leaf) for leaf in jax.tree.leaves(params)}
+    @property
+    def adds_means(self) -> bool:
+        """A window's gradient is made of its microbatches' mean gradients, not of the sum over all its targets."""
+        return any(getattr(hook, "normalize", "weight") != "weight" for hook in self.update)
+
+    def init(self, params: Mapping[str, Any], model_state: Any = ()) -> dict[str, Any]:
+        """First slots of all hooks that have one, by name; no array is shared with what is given.
+
+        A hook that has `init_slot(params, model_state, model_keys)` is asked that instead of `init_state(params)`.
+        """
+
+        def first(hook: Any) -> Any:
+            if hasattr(hook, "init_slot"):
+                return hook.init_slot(params, model_state, self.model_keys)
+            return hook.init_state(params)
+
+        slots = {self.key(hook): first(hook) for hook in (*self.update, *self.traced)}
+        held = {id(leaf) for leaf in jax.tree.leaves((params, model_state))}
         fresh = lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in held else jnp.asarray(leaf)  # noqa: E731
         return {name: strong(jax.tree.map(fresh, slot)) for name, slot in slots.items() if jax.tree.leaves(slot)}

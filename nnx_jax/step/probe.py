@@ -30,7 +30,7 @@ def hooked_body(
 
     def start(params: Any, frozen: Any, model_state: Any, key: Any) -> TrainState:
         counters = jnp.zeros(len(state.COUNTERS), jnp.int32)
-        return TrainState(params, frozen, model_state, (), {}, hooks.init(params), key, counters)
+        return TrainState(params, frozen, model_state, (), {}, hooks.init(params, model_state), key, counters)
 
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     train = jax.eval_shape(start, params, frozen, model_state, key)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_jax.core.errors import DataError, NonFiniteError, StepError
+from nnx_jax.core.errors import DataError, NonFiniteError, StepError, VetoError
 from nnx_jax.step import batches, records, state
 from nnx_jax.step.loops import Fetch, once, run_rows
 from nnx_jax.step.records import Records
@@ -196,8 +196,9 @@ class StepPrograms:
 
         Raises:
             NonFiniteError: training stopped at a non-finite window, or at too many in a row.
+            VetoError: a hook rejected too many updates in a row.
             DataError: a microbatch held impossible labels.
-            (Both only with `check`; the state is as before the window named, and stays so.)
+            (All only with `check`; the state is as before the window named, and stays so.)
         """
         rows = np.array(carry.leaves[self._n])
         places = np.arange(carry.written - carry.unread, carry.written) % self.layout.capacity
@@ -219,6 +220,12 @@ class StepPrograms:
             raise DataError(
                 f"microbatch {at['batch'] - 1} has {at['invalid']} labels that no class has (update {update}); nothing "
                 "of its window was applied; correct the labels, or give the loss an ignore_index"
+            )
+        if at["halt"] == records.HALT_HOOK:
+            hook: Any = self._body.hooks.update[at["veto"]]  # type: ignore[attr-defined]  # only hooks halt this way
+            raise VetoError(
+                f"{type(hook).__name__} rejected update {update} (microbatch {at['batch'] - 1}), too many in a row; "
+                "the state is as before it; look at the data and the rate, or raise the hook's max_consecutive"
             )
         what = [f"loss term {self.layout.terms[at['bad_term']]!r}"] if at["bad_term"] >= 0 else []
         if at["bad_leaf"] >= 0:

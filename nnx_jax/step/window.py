@@ -49,7 +49,8 @@ class Plan:
         weights: their weights.
         additive: whether each has no denominator.
         groups: indices of the terms of each buffer.
-        fused: the window is one microbatch with several terms, divided before the backward pass.
+        fused: every microbatch is divided by its own denominators before the backward pass: where a window is one
+            microbatch with several terms, or the window adds up the microbatches' means.
     """
 
     terms: tuple[str, ...]
@@ -111,11 +112,11 @@ class Plan:
         return jnp.bool_(False) if any(self.additive) else jnp.all(den <= 0)
 
 
-def plan_terms(terms: Sequence[LossTerm], accumulate: int) -> Plan:
-    """Plan of the terms a loss returned while being traced."""
+def plan_terms(terms: Sequence[LossTerm], accumulate: int, *, means: bool = False) -> Plan:
+    """Plan of the terms a loss returned while being traced; with `means`, a window adds up its microbatches' means."""
     terms = check_terms(terms)
     additive = tuple(term.denominator is None for term in terms)
-    fused = accumulate == 1 and len(terms) > 1
+    fused = len(terms) > 1 if accumulate == 1 else means
     if fused:
         groups: list[tuple[int, ...]] = [tuple(range(len(terms)))]
     else:
