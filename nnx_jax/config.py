@@ -11,6 +11,7 @@ import nnx_jax.data  # noqa: F401  # registers the built-in datasets
 from nnx_jax.core.codec import load_yaml_with_lines
 from nnx_jax.core.errors import ConfigError, UnsafePathError
 from nnx_jax.core.registry import allow_imports
+from nnx_jax.hooks import register_builtin
 from nnx_jax.params.overrides import apply_overrides
 from nnx_jax.params.run import RunSpec
 
@@ -29,6 +30,7 @@ def load_config(
     Raises:
         ConfigError: with file, line and path of every problem, before anything else is touched.
     """
+    register_builtin()
     source = None if path is None else os.fspath(path)
     data, lines = ({}, {}) if path is None else _read(path)
     if not isinstance(data, dict):

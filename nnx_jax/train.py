@@ -83,8 +83,10 @@ class _Command:
         args = self.args
         if args.schema:
             import nnx_jax.data  # noqa: F401  # registers the built-in datasets
+            from nnx_jax.hooks import register_builtin
             from nnx_jax.params.schema import json_schema
 
+            register_builtin()
             _say(json.dumps(json_schema(), indent=2))
             return 0
         if args.config is None:

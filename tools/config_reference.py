@@ -7,6 +7,7 @@ python tools/config_reference.py --check   exit 1 if it is not up to date
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,26 @@ SECTIONS = [
     ("train.optim.param_groups", "NNParamGroupSpec"),
     ("train.scheduler", "NNSchedulerParams"),
     ("train.monitor", "MonitorSpec"),
+    ("hooks", "hook"),
+    ("hooks.schedule", "ProfileSchedule"),
     ("checkpoint", "CheckpointParams"),
     ("callbacks", "CallbackParams"),
 ]
 _WORDS = {"string": "text", "boolean": "true, false", "integer": "integer", "number": "number", "array": "list"}
-PYTHON_ONLY = {"ArrayDataset"}  # its rows cannot be written in a file
+PYTHON_ONLY = {"ArrayDataset", "ModulePatchHook"}  # rows, modules: they cannot be written in a file
 
 
 def render() -> str:
     """The reference: one table of fields a section, one a kind."""
     import nnx_jax.data  # noqa: F401  # registers the datasets
+    from nnx_jax.hooks import register_builtin
     from nnx_jax.params.schema import json_schema
 
+    register_builtin()
     schema = json_schema()
     known = {**schema["$defs"], "RunSpec": schema}
     known["dataset"] = known["NNDataParams"]["properties"]["train"]
+    known["hook"] = schema["properties"]["hooks"]["items"]
     return "\n".join(_section(title, known[name], known) for title, name in SECTIONS)
 
 
@@ -64,13 +70,20 @@ def _summary(found: dict[str, Any]) -> str:
     return str(found.get("description", "")).split("\n\n")[0].replace("\n", " ")
 
 
+def _attributes(found: dict[str, Any]) -> dict[str, str]:
+    """Field descriptions from the part "Attributes:" of a class's text, for classes that keep them there."""
+    part = str(found.get("description", "")).partition("Attributes:\n")[2].split("\n\n")[0]
+    entries = re.findall(r"^ +(\w+): (.*(?:\n {8,}.*)*)", part, re.MULTILINE)
+    return {name: text[0].upper() + " ".join(text.split())[1:] for name, text in entries}
+
+
 def _table(found: dict[str, Any]) -> str:
-    rows = []
+    rows, elsewhere = [], _attributes(found)
     for name, field in found["properties"].items():
         if name == "kind" and "const" in field:
             continue
         default = "" if name in found.get("required", ()) else _default(field)
-        about = str(field.get("description", "")).replace("\n", " ").replace("|", "\\|")
+        about = str(field.get("description", elsewhere.get(name, ""))).replace("\n", " ").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type(field)} | {default} | {about} |\n")
     return "| field | value | default | meaning |\n|---|---|---|---|\n" + "".join(rows) if rows else ""
 
