@@ -85,9 +85,7 @@ class LoaderFeed:
             _, source, first = self._opened
             self._opened = None
             return source, first
-        set_epoch = getattr(self._loader, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+        self._announce(epoch)
         source = iter(self._loader)
         try:
             return source, next(source)
@@ -98,6 +96,12 @@ class LoaderFeed:
                 else "give at least one batch an epoch"
             )
             raise DataError(f"the loader gave no batch in epoch {epoch}: {hint}") from None
+
+    def _announce(self, epoch: int) -> None:
+        """Tell the loader which epoch is iterated next."""
+        set_epoch = getattr(self._loader, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
     def _batch(self, item: Any, epoch: int, index: int) -> Batch:
         """Return one item of the loader as named columns with a mask."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -159,17 +159,27 @@ class ComposedLossFunction(BaseLossFunction):
         self._check()
         weights = self.effective_weights(step, epoch)
         terms: list[LossTerm] = []
-        for name, component in zip(self.names, self.components, strict=True):
-            found = to_terms(component(outputs, batch), name)
-            for term in found:
-                title = name if len(found) == 1 else f"{name}.{term.name}"
-                weight = weights[name]
-                if self.scheduled:
-                    term = dataclasses.replace(term, name=title, scale=jnp.asarray(weight, jnp.float32))
-                else:
-                    term = dataclasses.replace(term, name=title, weight=term.weight * weight)
-                terms.append(term)
+        for name, term in self._parts(outputs, batch, None):
+            if self.scheduled:
+                term = dataclasses.replace(term, scale=jnp.asarray(weights[name], jnp.float32))
+            else:
+                term = dataclasses.replace(term, weight=term.weight * weights[name])
+            terms.append(term)
         return check_terms(terms)
+
+    def bare(self, outputs: Any, batch: Any, rows: Any) -> tuple[LossTerm, ...]:
+        """The terms without the composition's weights; a component that gives a scalar counts for `rows` items."""
+        return check_terms([term for _, term in self._parts(outputs, batch, rows)])
+
+    def component_of(self, term: str) -> str:
+        """The component that a term of this name belongs to."""
+        return next(name for name in self.names if term == name or term.startswith(f"{name}."))
+
+    def _parts(self, outputs: Any, batch: Any, rows: Any) -> Iterator[tuple[str, LossTerm]]:
+        for name, component in zip(self.names, self.components, strict=True):
+            found = to_terms(component(outputs, batch), name, rows)
+            for term in found:
+                yield name, dataclasses.replace(term, name=name if len(found) == 1 else f"{name}.{term.name}")
 
     def invalid_labels(self, outputs: Any, batch: Any) -> Any:
         """How many items have an illegal label, as the components count them."""
@@ -185,8 +195,8 @@ class ComposedLossFunction(BaseLossFunction):
     __rmul__ = __mul__
 
 
-def to_terms(result: Any, name: str) -> tuple[LossTerm, ...]:
-    """What a loss function returned as terms; a scalar counts as one item of weight 1.
+def to_terms(result: Any, name: str, rows: Any = None) -> tuple[LossTerm, ...]:
+    """What a loss function returned as terms; a scalar counts as one item of weight 1, or as the mean of `rows` items.
 
     Raises:
         TypeError: for anything else.
@@ -196,7 +206,8 @@ def to_terms(result: Any, name: str) -> tuple[LossTerm, ...]:
     ):
         return check_terms(result)
     if isinstance(result, jax.Array) and result.ndim == 0 and jnp.issubdtype(result.dtype, jnp.floating):
-        return (LossTerm(name, result, jnp.float32(1.0)),)
+        count = jnp.float32(1.0) if rows is None else jnp.asarray(rows, jnp.float32)
+        return (LossTerm(name, result if rows is None else result * count, count),)
     found = f"an array of shape {list(result.shape)}" if isinstance(result, jax.Array) else type(result).__name__
     raise TypeError(
         f"loss '{name}' returned {found}; return a float scalar of the step, a LossTerm, or several of them"
