@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_jax.core.errors import ModelError, nearest
+from nnx_jax.engines import autocast
 
 Arrays = dict[str, jax.Array]
 
-_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)
 _ROW_MASK: ContextVar[jax.Array | None] = ContextVar("row_mask", default=None)
 
 
@@ -29,7 +29,8 @@ class PureModule:
             parameter of that name (float32 [B], 0 on padded rows); it is read, never changed. One whose class says
             `takes_batch = True` is called with the whole batch instead of x.
         freeze: glob patterns of parameter names that are not trained.
-        compute_dtype: dtype of matmuls; parameters of norm layers stay float32.
+        compute_dtype: what layers compute in (`engines/autocast.py`); parameters and norms are float32.
+        keep_float32: glob patterns of parameter names whose layers compute in float32 all the same.
         mask_rows: batches may hold padded rows, so BatchNorm statistics must leave them out.
 
     Attributes:
@@ -45,6 +46,7 @@ class PureModule:
         *,
         freeze: Sequence[str] = (),
         compute_dtype: Any = jnp.float32,
+        keep_float32: Sequence[str] = (),
         mask_rows: bool = False,
     ) -> None:
         self.compute_dtype, self.mask_rows = jnp.dtype(compute_dtype), mask_rows
@@ -61,7 +63,7 @@ class PureModule:
             raise ModelError("no parameter is left to train: every one is frozen; unfreeze some or add a layer")
         self._takes_batch = bool(getattr(type(module), "takes_batch", False))
         self._takes_mask = "mask" in inspect.signature(type(module).__call__).parameters
-        self._float32 = frozenset(_norm_parameters(module))
+        self._kept = matching(keep_float32, named)
         self.batch_norms = [_name(path) for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
 
     def forward(
@@ -73,11 +75,13 @@ class PureModule:
         """
         module = nnx.merge(
             self._train_def if train else self._eval_def,
-            _tree(self._param_tree, [self._cast(name, params[name]) for name in self._param_names]),
+            _tree(self._param_tree, [params[name] for name in self._param_names]),
             _tree(self._rng_tree, self._streams(key)),
             _tree(self._rest_tree, [model_state[name] for name in self.model_state]),
             copy=True,
         )
+        if self.compute_dtype != jnp.float32:
+            autocast.lower(module, self.compute_dtype, self._kept)
         if self._takes_batch:
             seen: Any = {name: column if name == "mask" else self._narrow(column) for name, column in batch.items()}
         else:
@@ -108,11 +112,6 @@ class PureModule:
             name = _name(path)
             if name in leaves:
                 variable.set_value(jnp.array(leaves[name], copy=True))
-
-    def _cast(self, name: str, value: jax.Array) -> jax.Array:
-        if value.dtype == jnp.float32 and self.compute_dtype != jnp.float32 and name not in self._float32:
-            return value.astype(self.compute_dtype)
-        return value
 
     def _streams(self, key: jax.Array | None) -> list[jax.Array]:
         leaves = []
@@ -186,14 +185,6 @@ def _to_float32(value: Any) -> Any:
     if isinstance(value, jax.Array) and value.dtype in (jnp.bfloat16, jnp.float16):
         return value.astype(jnp.float32)
     return value
-
-
-def _norm_parameters(module: nnx.Module) -> set[str]:
-    names = set()
-    for path, part in nnx.iter_modules(module):
-        if isinstance(part, _NORMS):
-            names |= {_name((*path, *leaf)) for leaf, _ in nnx.to_flat_state(nnx.state(part, nnx.Param))}
-    return names
 
 
 @cache
