@@ -120,8 +120,7 @@ class HookedBody(StepBody):
 
     def measured(self, train: TrainState, ctx: StepContext) -> tuple[Sums, Any, jax.Array]:
         """BEFORE_FORWARD to DO_BACKWARD: the sums of one microbatch, the new model_state, invalid labels."""
-        key = rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
-        batch = ctx.batch
+        key, batch = self.key(train), ctx.batch
 
         def scalars(params: dict[str, Any]) -> tuple[jax.Array, Any]:
             inner = ctx.fork(params=params)
@@ -163,6 +162,10 @@ class HookedBody(StepBody):
         micro = jnp.where(term >= 0, train.counters[state.BATCH], -1)
         return Sums(grads, num, den, metrics, jnp.stack([micro, term, jnp.int32(-1)])), model_state, invalid
 
+    def key(self, train: TrainState) -> jax.Array:
+        """The key of the forward pass."""
+        return rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
+
     _ref: int | None = None
 
     def _objective(self, ctx: StepContext, num: Any, den: Any, terms: Sequence[LossTerm]) -> tuple[jax.Array, int]:
@@ -174,57 +177,66 @@ class HookedBody(StepBody):
         own, T(L, params) is split into s L + R with s = dT/dL: every term's sum is differentiated s times, and the
         rest R, through which parameters enter on other ways, goes with the first term.
         """
-        factors = self.plan.factors(den)
-        parts = num * factors
-        loss = jnp.sum(parts)
+        loss = jnp.sum(num * self.plan.factors(den))
+        self._show(ctx, loss, den, terms, [term_value(term) for term in terms])
+        given = ctx.loss
+        if len(self.plan.groups) == 1:
+            changed = self._chain(ctx, given)
+            if changed is loss:
+                return self.plan.scalars(num, den), 1
+            if self.plan.fused or all(self.plan.additive):
+                return changed[None], 1
+            return (changed * den[0] / (self.plan.weights[0] or 1.0))[None], self._reference(ctx.batch)
+        changed, slope, slots, metrics = self._slope(ctx, given)
+        if changed is None and given is loss:
+            return self.plan.scalars(num, den), 1
+        ctx.enter(slots=slots, metrics=metrics, loss=given if changed is None else changed)
+        values = self.plan.scalars(num, den) * slope
+        first = self.plan.groups[0][0]
+        rest = ctx.loss - slope * loss
+        weight = 1.0 if self.plan.additive[first] else den[first] / (self.plan.weights[first] or 1.0)
+        return values.at[0].add(rest * weight), self._reference(ctx.batch)
+
+    def _show(self, ctx: StepContext, loss: Any, den: Any, terms: Sequence[LossTerm], parts: Sequence[Any]) -> None:
+        """AFTER_LOSS and BEFORE_BACKWARD: put the loss in, and let traced hooks look at it or change it."""
         ctx.enter(
             loss=loss,
             raw_loss=loss,
             weight=den,
             losses={
                 "total_loss": loss,
-                "per_component_unweighted": {term.name: term_value(term) for term in terms},
+                "per_component_unweighted": {t.name: part for t, part in zip(terms, parts, strict=True)},
                 "per_component_weight": {t.name: t.weight if t.scale is None else t.weight * t.scale for t in terms},
             },
         )
         for stage in (Stage.AFTER_LOSS, Stage.BEFORE_BACKWARD):
             self.calls.at(ctx, stage)
 
-        def chain(value: Any) -> Any:
-            ctx.enter(loss=value)
-            self.calls.watch(ctx, Stage.DO_BACKWARD)
-            for hook in self.hooks.update:
-                changed = gates.check_loss(self.calls.ask(ctx, hook, Stage.DO_BACKWARD, False)[1], hook)
-                ctx.enter(loss=changed)
-            return ctx.loss
+    def _chain(self, ctx: StepContext, value: Any) -> Any:
+        """DO_BACKWARD: the loss as every hook in turn left it."""
+        ctx.enter(loss=value)
+        self.calls.watch(ctx, Stage.DO_BACKWARD)
+        for hook in self.hooks.update:
+            changed = gates.check_loss(self.calls.ask(ctx, hook, Stage.DO_BACKWARD, False)[1], hook)
+            ctx.enter(loss=changed)
+        return ctx.loss
 
-        given = ctx.loss
-        if len(self.plan.groups) == 1:
-            changed = chain(given)
-            if changed is loss:
-                return self.plan.scalars(num, den), 1
-            if self.plan.fused or all(self.plan.additive):
-                return changed[None], 1
-            ref = self._reference(ctx.batch)
-            return (changed * den[0] / (self.plan.weights[0] or 1.0))[None], ref
+    def _slope(self, ctx: StepContext, given: Any) -> tuple[Any, Any, Any, Any]:
+        """(changed loss, its derivative by the loss, slots, metrics); the first is None when nobody changed it."""
 
         def outer(value: Any) -> tuple[Any, Any]:
             before = dict(ctx.__dict__["slots"])
-            result = chain(value)
+            result = self._chain(ctx, value)
             slots, metrics = ctx.__dict__["slots"], dict(ctx.metrics)
             ctx.__dict__["slots"] = before
-            return result, (slots, metrics, result is value)
+            same.append(result is value)
+            return result, (slots, metrics)
 
-        (changed, (slots, metrics, same)), slope = jax.value_and_grad(outer, has_aux=True)(given)
-        ctx.enter(slots=slots, metrics=metrics, loss=changed)
-        if bool(same) and given is loss:
-            return self.plan.scalars(num, den), 1
-        slope = jax.lax.stop_gradient(slope)
-        values = self.plan.scalars(num, den) * slope
-        first = self.plan.groups[0][0]
-        rest = changed - slope * loss
-        weight = 1.0 if self.plan.additive[first] else den[first] / (self.plan.weights[first] or 1.0)
-        return values.at[0].add(rest * weight), self._reference(ctx.batch)
+        same: list[bool] = []
+        (changed, (slots, metrics)), slope = jax.value_and_grad(outer, has_aux=True)(given)
+        if same[-1]:
+            ctx.enter(slots=slots, metrics=metrics, loss=given)
+        return (None if same[-1] else changed), jax.lax.stop_gradient(slope), slots, metrics
 
     def _reference(self, batch: Mapping[str, Any]) -> int:
         """A power of two near the number of targets: keeps the sums of a 16-bit backward pass in its range."""
@@ -253,7 +265,7 @@ class HookedBody(StepBody):
         """AFTER_BACKWARD and BEFORE_OPTIMIZER_STEP: traced hooks read or replace the accumulated gradient."""
         before = self.plan.combine(window.grads, window.den)
         scales = [hook.loss_scale(ctx.slot(self.hooks.key(hook))) for hook in self.hooks.update]
-        ctx.enter(grads=before, loss_scale=next((scale for scale in scales if scale is not None), None))
+        ctx.enter(grads=before, divided=before, loss_scale=next((scale for scale in scales if scale is not None), None))
         ctx.__dict__["make_micro"] = lambda: self.plan.combine(seen.grads, seen.den)
         self.calls.at(ctx, Stage.AFTER_BACKWARD)
         self.calls.at(ctx, Stage.BEFORE_OPTIMIZER_STEP)
@@ -299,7 +311,7 @@ class HookedBody(StepBody):
             return self._left_open(moved, rows, status, halt, live, ctx, window, seen, model_state, invalid)
         bad, empty, norm, fault = self._verdict(ctx, moved, window, run)
         keep = self.calls.known(gates.and_((halt == 0) & ~bad & ~empty, run))
-        params, opt_state, rate = self._update(ctx, train, keep, norm)
+        params, opt_state, rate = self._update(ctx, train, window, keep, norm)
         own = seen.flat
         entry = train.accum["entry"] if self.accumulate > 1 and not self.dynamic else train.model_state
         model_state = select(jnp.asarray(keep), model_state, entry)
@@ -392,15 +404,20 @@ class HookedBody(StepBody):
         fault = jnp.where(bad, jnp.stack([micro, window.fault[1], leaf]), -1)
         return bad, self.plan.is_empty(window.den) & ~bad, norm, fault
 
-    def _update(self, ctx: StepContext, train: TrainState, keep: gates.Flag, norm: Any) -> tuple[Any, Any, Any]:
+    def _update(
+        self, ctx: StepContext, train: TrainState, window: Sums, keep: gates.Flag, norm: Any
+    ) -> tuple[Any, Any, Any]:
         """The optimizer's step where `keep`, or the owner's."""
         owner = self.hooks.owner(Stage.DO_OPTIMIZER_STEP)
         if owner is not None:
             self.calls.call_one(ctx, owner, Stage.DO_OPTIMIZER_STEP)
             return select(jnp.asarray(keep), strong(ctx.params), train.params), train.opt_state, jnp.float32(0)
-        grads = ctx.grads
+        given = ctx.grads
+        # What no hook replaced is divided inside, as without hooks, for the same instructions and so the same bits.
+        plain = given is ctx.__dict__["divided"]
 
         def update() -> tuple[Any, Any, Any]:
+            grads = self.plan.combine(window.grads, window.den) if plain else given
             scale = clip_scale(norm, self.clip_norm)
             clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
             params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)

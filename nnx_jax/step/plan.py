@@ -27,6 +27,7 @@ class HookPlan:
         taps: "loss", "gradients", "predictions": what the host wants to look at after each microbatch.
         world: processes or devices one update stands for, in `global_step_count`.
         concrete: values are concrete while the Python of the hooks runs (`step/concrete.py`), so it may keep state.
+        mesh: the devices of a deferred reduction (`step/local.py`); None to reduce every microbatch.
         observer: called at every stage of a microbatch, in place, where values are concrete.
     """
 
@@ -37,6 +38,7 @@ class HookPlan:
     taps: frozenset[str] = frozenset()
     world: int = 1
     concrete: bool = False
+    mesh: Any = None
     observer: Callable[[Stage, StepContext], None] | None = None
     keys: dict[int, str] = field(default_factory=dict)
 
@@ -50,7 +52,7 @@ class HookPlan:
     @property
     def empty(self) -> bool:
         """The step has no hook and nobody looks into it."""
-        return not (self.update or self.traced or self.taps or self.concrete)
+        return not (self.update or self.traced or self.taps or self.concrete or self.mesh)
 
     def key(self, hook: Any) -> str:
         """The hook's name in `TrainState.slots`: its class, numbered from the second of a class on."""

@@ -26,7 +26,12 @@ def hooked_body(
     """The body for these hooks; traces what they decide at BEFORE_BATCH to see whether the accumulator must live on."""
     params, frozen, model_state, slots = given
     quiet = replace(hooks, observer=None, concrete=False)
-    body = HookedBody(forward, terms, optimizer, plan, layout, hooks=quiet, **options)
+    make = HookedBody
+    if hooks.mesh is not None:
+        from nnx_jax.step.local import LocalBody
+
+        make = LocalBody
+    body = make(forward, terms, optimizer, plan, layout, hooks=quiet, **options)
 
     def start(params: Any, frozen: Any, model_state: Any, key: Any) -> TrainState:
         counters = jnp.zeros(len(state.COUNTERS), jnp.int32)
@@ -36,7 +41,7 @@ def hooked_body(
     train = jax.eval_shape(start, params, frozen, model_state, key)
     every = (*hooks.update, *hooks.traced)
     keeps = _keeps(body, every, train, batch, hooks.concrete)
-    body = HookedBody(forward, terms, optimizer, plan, layout, hooks=hooks, keeps=keeps, **options)
+    body = make(forward, terms, optimizer, plan, layout, hooks=hooks, keeps=keeps, **options)
     if hooks.taps:
         shapes = partial(_concrete, every) if hooks.concrete else _abstract
 

@@ -335,10 +335,14 @@ def _shaped(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _unshared(leaves: list[jax.Array], given: list[Any]) -> list[jax.Array]:
     """The leaves with every buffer that is held twice, or by the caller, copied: each can be given away alone."""
-    held = {leaf.unsafe_buffer_pointer() for leaf in given if isinstance(leaf, jax.Array) and leaf.is_fully_addressable}
+    held = {pointer for leaf in given if isinstance(leaf, jax.Array) for pointer in _pointers(leaf)}
     out = []
     for leaf in leaves:
-        pointer = leaf.unsafe_buffer_pointer()
-        out.append(own([leaf])[0] if pointer in held and leaf.size else leaf)
-        held.add(out[-1].unsafe_buffer_pointer())
+        out.append(own([leaf])[0] if held.intersection(_pointers(leaf)) and leaf.size else leaf)
+        held.update(_pointers(out[-1]))
     return out
+
+
+def _pointers(leaf: jax.Array) -> list[int]:
+    """Where this process holds the array's parts."""
+    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
