@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_jax.core.errors import ConfigError, DataError, NnxError, RunExistsError, nearest
+from nnx_jax.core.errors import ConfigError, NnxError, RunExistsError, nearest
+from nnx_jax.core.hook_registry import HookRegistry
+from nnx_jax.core.spec import Spec
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.compile_cache import enable_compile_cache
+from nnx_jax.engines.feeds import data_info, make_feeds, sizes_for
 from nnx_jax.engines.flax import WEIGHTS, FlaxEngine
+from nnx_jax.engines.hook_plan import carries, plan_hooks, window_length
+from nnx_jax.engines.nnx_forward import PureModule
+from nnx_jax.hooks.finetune import left_out
 from nnx_jax.loop.builtin import build_callback
 from nnx_jax.loop.callbacks import Callback, CallbackList, EarlyStopping
+from nnx_jax.loop.hook_events import HookEvents
 from nnx_jax.loop.lifecycle import LoopPlan, LoopResult, StartPoint, restored, train
 from nnx_jax.loop.monitors import MonitorTracker
 from nnx_jax.loop.progress import Progress
@@ -41,6 +47,7 @@ class Job:
     """One run ready to start: everything that can be wrong has been checked, and nothing is on the disk yet.
 
     Attributes:
+        spec: the configuration, with the window that a hook decides.
         clock: the schedule on the epoch clock; None on the update clock.
         schedule: the schedule on the update clock; None on the epoch clock.
         run_id: 16 hex digits.
@@ -53,63 +60,35 @@ class Job:
     run_id: str
 
 
-def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
-    """Return the feeds of the run by split, from `data` or from the loaders given in Python.
-
-    Raises:
-        ConfigError: no training data at all.
-        DataError: a dataset that cannot be trained on.
-    """
-    feeds: dict[str, Feed | LoaderFeed] = {}
-    data, train = spec.data, spec.train
-    if data is not None:
-        order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
-        with _naming_split("train"):
-            feeds["train"] = Feed(data.train, batch_size=data.batch_size, **order)
-        for split in ("val", "test"):
-            dataset = getattr(data, split)
-            if dataset is not None:
-                with _naming_split(split):
-                    feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
-    for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
-        if loader is not None:
-            feeds[split] = LoaderFeed(loader, data_id=train.data_id)
-    if "train" not in feeds:
-        raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
-    return feeds
+def register_hooks(model: Any, spec: RunSpec, hooks: Sequence[Any] = ()) -> HookEvents:
+    """Return the hooks of the run, those of the configuration first, checked and ready to be entered."""
+    return HookEvents(HookRegistry([*spec.hooks, *hooks], owner=model), workflow=model)
 
 
-@contextmanager
-def _naming_split(split: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"data.{split}: {error.args[0]}") from error
-
-
-def data_info(feeds: Mapping[str, Feed | LoaderFeed]) -> dict[str, Any]:
-    """Return what the training data tells a network about its sizes."""
-    feed = feeds["train"]
-    if isinstance(feed, Feed):
-        return dict(feed.dataset.info)
-    return {"input_shape": feed.signature()["x"].shape[1:]}
-
-
-def prepare(model: Any, spec: RunSpec) -> Job:
-    """Check and build everything that needs no run directory.
+def prepare(model: Any, spec: RunSpec, events: HookEvents | None = None) -> Job:
+    """Check and build everything that needs no run directory; fires SETUP before anything is built from the network.
 
     Args:
         model: an NNModel: `build(info, seed)`, `loss`, `identity(seed)` and `frozen_patterns` are asked.
+        events: from `register_hooks`; by default the hooks of `spec`.
 
     Raises:
         ConfigError, DataError, ModelError: whatever is wrong, before anything is compiled or written.
     """
     _check_supported(spec)
+    events = events or register_hooks(model, spec)
+    run_id = identify(model, spec, events)
     feeds = make_feeds(spec)
     loss: Loss = build_loss(model.loss)
-    module = model.build(_sizes_for(loss, data_info(feeds)), spec.train.seed)
+    module = model.build(sizes_for(loss, data_info(feeds)), spec.train.seed)
+    events.setup({"main": module})
+    observer = lambda stage, ctx: events.observe(stage, ctx)  # noqa: E731
+    names = {f"main.{name}": name for name in PureModule(module).params}
+    frozen, still = (frozenset(names[name] for name in part) for part in left_out(events.registry, names))
+    plan = plan_hooks(events.registry, spec, taps=events.taps, world=events.world, observer=observer)
+    spec = _with_window(spec, window_length(plan, spec))
     per_epoch = _batches(spec, feeds["train"])
-    clock, schedule = make_schedules(spec, per_epoch)
+    clock, schedule = make_schedules(spec, per_epoch, carries=carries(plan))
     engine = FlaxEngine(
         spec,
         module,
@@ -118,17 +97,33 @@ def prepare(model: Any, spec: RunSpec) -> Job:
         schedule=schedule,
         schedule_state=_schedule_state(spec, clock, schedule),
         net_state=model.net_state,
-        freeze=model.frozen_patterns,
+        freeze=(*model.frozen_patterns, *frozen),
+        still=still,
+        hooks=plan,
     )
-    if engine.accumulate > engine.n_batches:
+    if engine.accumulate > engine.n_batches and not engine.carries:
         warnings.warn(
             f"train.optim.accumulate_grad_batches is {engine.accumulate}, an epoch has {engine.n_batches} batches: "
             "every epoch is one update, divided by what it saw",
             UserWarning,
             stacklevel=2,
         )
-    run_id = spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec))
     return Job(spec, engine, clock, schedule, run_id)
+
+
+def identify(model: Any, spec: RunSpec, events: HookEvents) -> str:
+    """Return the run's id: the configuration, the network as it is, and hooks that are no configuration."""
+    hooks = events.registry.identity(known=spec.hooks)
+    return spec.run_id(net=model.identity(spec.train.seed), data=_loader_identity(spec), hooks=hooks)
+
+
+def _with_window(spec: RunSpec, window: int) -> RunSpec:
+    """The specification with the window that an accumulation hook asks for."""
+    train = spec.train
+    if train.optim.accumulate_grad_batches == window:
+        return spec
+    optim = train.optim.replace(accumulate_grad_batches=window)
+    return spec.replace(train=train.replace(optim=optim))
 
 
 def _check_supported(spec: RunSpec) -> None:
@@ -138,25 +133,19 @@ def _check_supported(spec: RunSpec) -> None:
     if spec.train.resume_mode == "weights_only" and spec.train.resume_from_run_id is None:
         message = "'weights_only' takes weights from another run; name it with resume_from_run_id (--from RUN)"
         raise ConfigError(message, path="train.resume_mode")
-    if spec.hooks:
-        raise ConfigError("update hooks are not taken by this engine; leave them out", path="hooks")
     if math.prod(spec.mesh.values()) > 1:
         raise ConfigError(f"got {dict(spec.mesh)}; this engine runs on one device, leave it out", path="mesh")
 
 
-def _sizes_for(loss: Loss, info: dict[str, Any]) -> dict[str, Any]:
-    """What the data says of sizes, with the outputs that the loss compares: values, not classes, for a regression."""
-    if loss.task in ("bernoulli", "values") and "target_shape" in info:
-        values = {name: size for name, size in info.items() if name != "n_classes"}
-        return values | {"output_dim": math.prod(info["target_shape"])}
-    return info
-
-
-def make_schedules(spec: RunSpec, batches: int | None) -> tuple[EpochSchedule | None, Schedule | None]:
+def make_schedules(
+    spec: RunSpec, batches: int | None, *, carries: bool = False
+) -> tuple[EpochSchedule | None, Schedule | None]:
     """Return (epoch clock, None) or (None, update clock) for the run's schedule."""
     train, scheduler = spec.train, spec.train.scheduler
     if scheduler.clock == "optimizer_update":
         horizon = train.planned_updates(batches)
+        if carries and train.max_steps is None and train.n_epochs is not None and batches is not None:
+            horizon = max(train.n_epochs * batches // train.optim.accumulate_grad_batches, 1)
         schedule = build_schedule(scheduler, train.optim.max_lr, horizon)
         if horizon is not None:
             schedule.check(horizon)
@@ -186,6 +175,7 @@ def fit(
     spec: RunSpec,
     *,
     callbacks: Sequence[Callback | Callable[..., Any]] = (),
+    hooks: Sequence[Any] = (),
     runs_dir: str | Path = "runs",
     wait_seconds: float = 0.0,
     progress: Progress,
@@ -198,8 +188,26 @@ def fit(
         ConfigError, DataError, ModelError, CheckpointError, NonFiniteError: see their classes.
     """
     enable_compile_cache()
-    job = prepare(model, spec)
-    if (again := model.interrupted_run(spec)) is not None and probe(runs_dir, again) is not None:
+    events = register_hooks(model, spec, hooks)
+    named = [hook for hook in events.registry if isinstance(hook, Spec)]
+    if len(named) > len(spec.hooks):
+        spec = spec.replace(hooks=(*spec.hooks, *(hook for hook in named if not _among(hook, spec.hooks))))
+    with events:
+        return _fit(model, spec, events, callbacks, runs_dir, wait_seconds, progress)
+
+
+def _fit(
+    model: Any,
+    spec: RunSpec,
+    events: HookEvents,
+    callbacks: Sequence[Callback | Callable[..., Any]],
+    runs_dir: str | Path,
+    wait_seconds: float,
+    progress: Progress,
+) -> NNRun:
+    job = prepare(model, spec, events)
+    again = model.interrupted_run(spec, events.registry.identity(known=spec.hooks))
+    if again is not None and probe(runs_dir, again) is not None:
         job.run_id = again
     every = CallbackList([*(build_callback(params) for params in spec.callbacks), *callbacks])
     _check_monitors(job, every)
@@ -228,7 +236,7 @@ def fit(
             progress.message(f"ignored, no commit stands behind them: {', '.join(store.ignored)}")
         try:
             store.committer.prepare()
-            result = _loop(model, job, store, source, every, progress)
+            result = _loop(model, job, store, source, every, progress, events)
             _finish(job, store, result)
         except BaseException:
             with contextlib.suppress(NnxError):
@@ -240,7 +248,13 @@ def fit(
 
 
 def _loop(
-    model: Any, job: Job, store: RunStore, source: ResumePoint | None, callbacks: CallbackList, progress: Progress
+    model: Any,
+    job: Job,
+    store: RunStore,
+    source: ResumePoint | None,
+    callbacks: CallbackList,
+    progress: Progress,
+    events: HookEvents,
 ) -> LoopResult:
     spec, engine, train_params = job.spec, job.engine, job.spec.train
     tracker = MonitorTracker(train_params.monitor, metric_direction(spec))
@@ -265,6 +279,7 @@ def _loop(
         max_steps=steps,
         clock=job.clock,
         model=model,
+        hooks=events if len(events.registry) else None,
         records=Rows(NNRun.load(job.run_id, store.paths.root).records if store.point is not None else ()),
     )
     try:
@@ -349,7 +364,12 @@ def _restore(job: Job, state: Any, point: ResumePoint, mode: str, tracker: Monit
         rate=host["rate"],
         seen=host["seen"],
         stopped=host["stopped"] and point.run_id == job.run_id,
+        open_sums=restored(host.get("open", {})),
     )
+
+
+def _among(hook: Any, hooks: Sequence[Any]) -> bool:
+    return any(hook is other for other in hooks)
 
 
 def _next_epoch(host: Mapping[str, Any]) -> int:

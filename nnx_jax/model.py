@@ -101,6 +101,11 @@ class NNModel:
         return self.build({}, self._seed)
 
     @property
+    def models(self) -> dict[str, nnx.Module]:
+        """The network by the name hooks call it; empty before it is built."""
+        return {} if self._module is None else {"main": self._module}
+
+    @property
     def frozen_patterns(self) -> tuple[str, ...]:
         """Glob patterns of the parameters that are not trained."""
         return self._frozen
@@ -151,12 +156,12 @@ class NNModel:
         self._interrupted = (run_id, self._began_as, self._frozen)
         self._module, self._fresh_seed = self.net, None
 
-    def interrupted_run(self, spec: RunSpec) -> str | None:
-        """Return the run that a signal stopped in this process, when `spec` describes that very run."""
+    def interrupted_run(self, spec: RunSpec, hooks: Sequence[Mapping[str, Any]] = ()) -> str | None:
+        """Return the run that a signal stopped in this process, when `spec` and `hooks` describe that very run."""
         if self._interrupted is None:
             return None
         run_id, identity, frozen = self._interrupted
-        same = self._frozen == frozen and spec.run_id(net=identity) == run_id
+        same = self._frozen == frozen and spec.run_id(net=identity, hooks=hooks) == run_id
         return run_id if same else None
 
     def freeze(self, *patterns: str) -> None:
@@ -187,6 +192,7 @@ class NNModel:
         params: NNTrainParams,
         callbacks: Sequence[Callback | Callable[..., Any]] | None = (),
         *,
+        hooks: Sequence[Any] = (),
         data: NNDataParams | None = None,
         checkpoint: CheckpointParams | None = None,
         salt: str | None = None,
@@ -203,6 +209,7 @@ class NNModel:
         Args:
             params: how long, with which optimizer, schedule and monitor; `train_loader` and `val_loader` may be there.
             callbacks: Callback objects, or functions of the history rows, called at each epoch's end.
+            hooks: what takes part in the step, or watches it stage by stage; see `nnx_jax.hooks`.
             data: datasets, batch size and tail rule; not needed with loaders.
             checkpoint: when to commit and what to keep; default: every epoch.
             salt: any text, for another run of the same configuration.
@@ -223,7 +230,7 @@ class NNModel:
             params = params.replace(salt=salt)
         spec = RunSpec(model=self.params, data=data, train=params, checkpoint=checkpoint or CheckpointParams())
         progress = progress or make_progress(quiet)
-        return self.train_spec(spec, callbacks or (), runs_dir, progress, wait_seconds=wait_seconds)
+        return self.train_spec(spec, callbacks or (), runs_dir, progress, hooks=hooks, wait_seconds=wait_seconds)
 
     def train_spec(
         self,
@@ -232,12 +239,21 @@ class NNModel:
         runs_dir: str | Path,
         progress: Progress,
         *,
+        hooks: Sequence[Any] = (),
         wait_seconds: float = 0.0,
     ) -> NNRun:
         """Train as a whole specification says; see `train`."""
         if self.params.precision != spec.precision:  # prediction computes as training did
             self.params = self.params.replace(precision=spec.precision)
-        run = fit(self, spec, callbacks=callbacks, runs_dir=runs_dir, wait_seconds=wait_seconds, progress=progress)
+        run = fit(
+            self,
+            spec,
+            callbacks=callbacks,
+            hooks=hooks,
+            runs_dir=runs_dir,
+            wait_seconds=wait_seconds,
+            progress=progress,
+        )
         self.adopt(self.net)
         progress.message(f"Run saved to {_shown(run.path)}")
         return run

@@ -31,10 +31,39 @@ class TrainBatches:
         self._table: tuple[int, Any] = (-1, None)
         self._next_order: tuple[int, Any] = (-1, None)
         self._iterator: Any = None
-        self._at: tuple[int, int] | None = None
+        self._at: tuple[int, int] | None = None  # of the iterator: the batch it gives next
+        self._ahead: tuple[tuple[int, int], Any] | None = None
+        self._last: tuple[tuple[int, int], Any] | None = None
 
     def run(self, carry: Carry, epoch: int, first: int, count: int, *, closes: bool) -> None:
-        """Run microbatches `first .. first + count - 1` of `epoch`; `closes` says the last one ends its window."""
+        """Run microbatches `first .. first + count - 1` of `epoch`; `closes` says the last one ends its window.
+
+        Otherwise a window that is not full at the end stays open: its microbatches go one a call.
+        """
+        whole = count if closes else max(self._whole(carry, count), 0)
+        if whole:
+            self._run(carry, epoch, first, whole, closes)
+        if whole < count:
+            self._seek(epoch, first + whole)
+            self._one_by_one(carry, [self._next(epoch, first + place) for place in range(whole, count)], closes=False)
+
+    def look(self, epoch: int, place: int) -> Any:
+        """Columns of the microbatch that comes next, or of the last one, read-only; None for another."""
+        if self.dispatch.mode == "span":
+            return None
+        if self._last is None or self._last[0] != (epoch, place):
+            self._seek(epoch, place)
+            if self._ahead is None:
+                self._ahead = (epoch, place), self._next(epoch, place)
+        _, batch = self._ahead or self._last or (None, {})
+        return {name: _read_only(column) for name, column in batch.items()}
+
+    def _whole(self, carry: Carry, count: int) -> int:
+        """How many of the next `count` microbatches end on a window's border."""
+        length = self.programs.accumulate
+        return (carry.micro + count) // length * length - carry.micro
+
+    def _run(self, carry: Carry, epoch: int, first: int, count: int, closes: bool) -> None:
         if self.dispatch.resident:
             self.programs.span_resident(carry, self._columns, self._order(epoch), first, count)
             if first + count == self.feed.n_batches and self.feed.rows <= _EAGER_ROWS:
@@ -42,7 +71,6 @@ class TrainBatches:
         else:
             self._seek(epoch, first)
             self._hand_over(carry, [self._next(epoch, first + place) for place in range(count)], closes)
-        self._at = (epoch, first + count)
 
     def position(self, epoch: int, batch: int) -> dict[str, Any]:
         """Where the data stands: the iterator's own state, which the device-resident path shares."""
@@ -62,17 +90,34 @@ class TrainBatches:
             capacity = self.windows * self.programs.accumulate
             self.programs.span_stacked(carry, stack_batches(batches, capacity), len(batches))
             return
+        self._one_by_one(carry, batches, closes=closes)
+
+    def _one_by_one(self, carry: Carry, batches: list[Any], *, closes: bool) -> None:
         for place, batch in enumerate(batches, 1):
             self.programs.step(carry, batch, closes=closes and place == len(batches))
 
     def _seek(self, epoch: int, first: int) -> None:
+        if self._ahead is not None and self._ahead[0] == (epoch, first):
+            return
         if self._iterator is None or self._at != (epoch, first):
             if self._iterator is not None:
                 self._iterator.close()
-            self._iterator = self.feed.batches(epoch, first)
+            self._iterator, self._ahead, self._at = self.feed.batches(epoch, first), None, (epoch, first)
 
     def _next(self, epoch: int, place: int) -> Any:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise DataError(f"epoch {epoch} ended after {place} batches; every epoch must give as many") from None
+        if self._ahead is not None:
+            (_, batch), self._ahead = self._ahead, None
+        else:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise DataError(f"epoch {epoch} ended after {place} batches; every epoch must give as many") from None
+            self._at = (epoch, place + 1)
+        self._last = (epoch, place), batch
+        return batch
+
+
+def _read_only(column: Any) -> Any:
+    view = column.view()
+    view.flags.writeable = False
+    return view

@@ -16,6 +16,7 @@ from flax import nnx
 from nnx_jax.core.errors import DataError, ModelError, NnxError, ResumePointError
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
+from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, window_length
 from nnx_jax.engines.memory import explain_out_of_memory
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.scoring import Scorer, loss_value, width
@@ -24,13 +25,15 @@ from nnx_jax.objectives.checks import check_targets
 from nnx_jax.objectives.losses import Loss
 from nnx_jax.objectives.metrics import build_metric, user_metric
 from nnx_jax.optim.build import describe, set_rate
+from nnx_jax.optim.partial import hold
 from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.run import RunSpec
 from nnx_jax.step import build_step
 from nnx_jax.step import records as step_records
-from nnx_jax.step.dispatch import choose_dispatch
+from nnx_jax.step.dispatch import Dispatch, choose_dispatch
+from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.programs import Carry, StepPrograms
-from nnx_jax.step.state import COUNTERS
+from nnx_jax.step.state import COUNTERS, own
 
 _MAX_ROWS = 8192
 """Record rows the device keeps: an epoch of fewer updates is read once."""
@@ -51,6 +54,9 @@ class FlaxEngine:
         schedule_state: plain description of the schedule, compared on resume.
         net_state: plain configuration of a built-in network with all its sizes; None for a module of the user's.
         freeze: glob patterns of parameters that are not trained.
+        still: names of parameters that have gradients, but no updates.
+        hooks: what takes part in the step, see `engines.hook_plan.plan_hooks`; decides window and precision.
+        nonfinite: in place of `train.nonfinite`; "ignore" applies what is not finite.
 
     Raises:
         ModelError: the network does not take the data, or has nothing to train.
@@ -68,22 +74,32 @@ class FlaxEngine:
         schedule_state: Mapping[str, Any] | None = None,
         net_state: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
+        still: frozenset[str] = frozenset(),
+        hooks: HookPlan | None = None,
+        nonfinite: str | None = None,
     ) -> None:
         train = spec.train
+        self.hooks, self.nonfinite = hooks, nonfinite or train.nonfinite
         self.spec, self.module, self.loss, self.feeds = spec, module, loss, dict(feeds)
+        self.schedule = schedule
         self.schedule_state, self.net_state = dict(schedule_state or {}), net_state
         self.feed = feeds["train"]
-        self.accumulate = train.optim.accumulate_grad_batches
+        self.accumulate, self.carries = window_length(hooks, spec), carries(hooks)
         self.n_batches = self._epoch_batches()
-        self.pure = PureModule(module, freeze=freeze, compute_dtype=jnp.dtype(spec.precision), mask_rows=True)
+        dtype = jnp.dtype(spec.precision) if hooks is None else hooks.compute_dtype
+        self.pure = PureModule(module, freeze=freeze, compute_dtype=dtype, mask_rows=True)
         self._check_tail()
         outputs = self._outputs(self.feed)
         self._check_targets(outputs)
         self.metrics = [build_metric(metric, width(outputs), loss=loss) for metric in spec.model.metrics]
         self.metrics += [user_metric(name, function) for name, function in (train.extra_metrics or {}).items()]
         self.metric_names = tuple(metric.name for metric in self.metrics)
-        self.optimizer = build_optimizer(train.optim, schedule, self.pure.params)
+        moving = {name: value for name, value in self.pure.params.items() if name not in still}
+        self.optimizer = self._optimizer(moving)
+        if still:
+            self.optimizer = hold(self.optimizer, still)
         self.programs = self._programs()
+        self.accumulate = self.programs.accumulate  # 1 where hooks decide themselves what is kept
         self.scorer = Scorer(self.pure, loss, self.metrics)
         self._batches: TrainBatches | None = None
         self._early: list[step_records.Records] = []
@@ -94,6 +110,10 @@ class FlaxEngine:
     def batch_count(self, state: Carry) -> int:
         """Microbatches handed over so far, known without reading the device."""
         return state.batch
+
+    def open_batches(self, state: Carry) -> int:
+        """Microbatches in the open window, known without reading the device."""
+        return state.micro
 
     def start(self) -> Carry:
         """The first state, from the module's weights and the run's seed."""
@@ -115,7 +135,7 @@ class FlaxEngine:
                 self._early.append(self.programs.read_records(state, check=False))
             count = self._call_size(state, span.n_batches - done)
             with self._memory(f"update {state.batch // self.accumulate + 1}", self.feed):
-                first, closes = span.first_batch + done, done + count == span.n_batches
+                first, closes = span.first_batch + done, span.closes and done + count == span.n_batches
                 batches.run(state, span.epoch, first, count, closes=closes)
             done += count
             if poll(done):
@@ -189,7 +209,7 @@ class FlaxEngine:
             "precision": self.spec.precision,
             "data": self.feed.descriptor(),
             "n_batches": self.n_batches,
-        }
+        } | ({"hooks": found} if (found := described(self.hooks)) else {})
 
     def abstract(self, state: Carry) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every array a snapshot holds."""
@@ -232,6 +252,53 @@ class FlaxEngine:
             ),
         )
         return state
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    @property
+    def in_place(self) -> bool:
+        """Host hooks at stages inside the step are called by the step itself."""
+        return self.spec.train.dispatch in CONCRETE
+
+    def bind(self, state: Carry) -> None:
+        """Give every hook with state its slot in this state."""
+        for hook in (*self.hooks.update, *self.hooks.traced) if self.hooks is not None else ():
+            if hasattr(hook, "bind") and (slot := self.slot(state, hook)) is not None:
+                hook.bind(slot)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def slot(self, state: Carry, hook: Any) -> StateSlot | None:
+        """Where a hook's state lives; None for a hook without any."""
+        if self.hooks is None or self.hooks.keys.get(id(hook)) not in self.programs.state(state).slots:
+            return None
+        return StateSlot(self.programs, state, self.hooks.key(hook))
+
+    def hook_name(self, number: int) -> str:
+        """Class of the update hook with this number in `Records.veto`."""
+        return type(self.hooks.update[number]).__name__ if self.hooks is not None else "nobody"
+
+    def batch(self, epoch: int, place: int) -> Any:
+        """Columns of the microbatch to come, or of the last one, read-only; None where they are not kept."""
+        return self.batches.look(epoch, place)
+
+    def look(self, state: Carry, name: str) -> Any:
+        """A value for hooks that watch, copied on the device; None where there is none."""
+        if name == "models":
+            return {"main": self.trained(state)}
+        if name == "grad_scaler":
+            scaling = [hook for hook in self.hooks.update if hasattr(hook, "loss_scale")] if self.hooks else []
+            return self.slot(state, scaling[0]) if scaling else None
+        train = self.programs.state(state)
+        held = {
+            "params": {**train.frozen, **train.params},
+            "learning_rate": getattr(train.opt_state, "rate", None),
+            **train.accum.get("taps", {}),
+        }.get(name)
+        leaves, structure = jax.tree.flatten(held)
+        return jax.tree.unflatten(structure, own(leaves))
+
+    def parts(self) -> dict[str, Any]:
+        """The optimizer, and the schedule of its rate where the step drives it."""
+        return {"optimizers": [self.optimizer], "lr_schedulers": [self.schedule]}
 
     def costs(self) -> dict[str, int]:
         """What one update costs, from the compiled program: counts, FLOPs and bytes; nothing is run."""
@@ -295,6 +362,9 @@ class FlaxEngine:
             if isinstance(feed, Feed) and "y" in feed.dataset.columns:
                 check_targets(self.loss, feed.dataset, width(outputs))
 
+    def _optimizer(self, params: Mapping[str, Any]) -> Any:
+        return build_optimizer(self.spec.train.optim, self.schedule, params)
+
     def _programs(self) -> StepPrograms:
         train = self.spec.train
         rows = self.n_batches if train.record_every == "batch" else -(-self.n_batches // self.accumulate)
@@ -310,17 +380,24 @@ class FlaxEngine:
             invalid=self.loss.invalid_labels,
             accumulate=self.accumulate,
             clip_norm=train.optim.grad_clip_norm,
-            nonfinite=train.nonfinite,
+            nonfinite=self.nonfinite,
             max_consecutive=train.max_consecutive_skips,
             record_every=train.record_every,
             capacity=max(min(rows, _MAX_ROWS), self._rows(1)),
+            hooks=self.hooks,
+            executor=train.dispatch if train.dispatch in CONCRETE else "compiled",
         )
 
     @property
     def batches(self) -> TrainBatches:
         """How batches reach the device; decided once, before the first update."""
         if self._batches is None:
-            dispatch = choose_dispatch(self.programs, self.feed, self.spec.train.dispatch)
+            mode = self.spec.train.dispatch
+            if mode in CONCRETE:
+                dispatch = Dispatch("step", False, 1, 0.0)
+            else:
+                one_by_one = self.hooks is not None and self.hooks.taps
+                dispatch = choose_dispatch(self.programs, self.feed, "step" if one_by_one else mode)
             self._batches = TrainBatches(self.programs, self.feed, dispatch)
         return self._batches
 
@@ -332,7 +409,7 @@ class FlaxEngine:
     def _call_size(self, state: Carry, left: int) -> int:
         """Microbatches of the next call: a bounded number of whole windows that fits the record ring."""
         windows = min(self.batches.windows, max(self.programs.room(state) // self._rows(1), 1))
-        return min(left, windows * self.accumulate)
+        return min(left, windows * self.accumulate - state.micro)
 
     def _records(self, rows: step_records.Records) -> Records:
         halted = np.flatnonzero(rows.ints["halt"])
@@ -349,6 +426,7 @@ class FlaxEngine:
             closed=rows.closed[:good],
             committed=rows.committed[:good],
             sums={name: column[:good] for name, column in sums.items()},
+            veto=None if self.hooks is None else rows.ints["veto"][:good],
         )
 
 

@@ -17,10 +17,11 @@ class Cadence:
     evaluate: int | None = None
     commit: int | None = None
     max_steps: int | None = None
+    hooks: tuple[int, ...] = ()
 
     def next_step(self, step: int) -> int | None:
         """The least update count above `step` at which something is due; None when nothing is."""
-        due = [step - step % every + every for every in (self.log, self.evaluate, self.commit) if every]
+        due = [step - step % every + every for every in (self.log, self.evaluate, self.commit, *self.hooks) if every]
         if self.max_steps is not None:
             due.append(self.max_steps)
         return min((target for target in due if target > step), default=None)
@@ -30,9 +31,14 @@ class Cadence:
         return bool(every) and step // every > before // every
 
 
-def span_batches(*, step: int, target: int | None, batch: int, n_batches: int, accumulate: int) -> int:
-    """Microbatches from `batch` to the target update or the epoch's end; ends on a window border."""
+def span_batches(
+    *, step: int, target: int | None, batch: int, n_batches: int, accumulate: int, open_batches: int = 0
+) -> int:
+    """Microbatches from `batch` to the target update, where a window ends, or to the epoch's end.
+
+    `open_batches` of the first window were done before.
+    """
     left = n_batches - batch
     if target is None:
         return left
-    return min(left, (target - step) * accumulate)
+    return min(left, (target - step) * accumulate - open_batches)

@@ -11,11 +11,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Span:
-    """Microbatches `first_batch .. first_batch + n_batches - 1` of one epoch; both ends are window borders."""
+    """Microbatches `first_batch .. first_batch + n_batches - 1` of one epoch.
+
+    Attributes:
+        closes: the last microbatch ends its window, full or not; else a window that is not full stays open.
+    """
 
     epoch: int
     first_batch: int
     n_batches: int
+    closes: bool = True
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Records:
         closed: bool [n], it closed a window.
         committed: bool [n], that window became an update; False for an open or a skipped window.
         sums: loss and metric sums to add up, float64 [n, size] by name.
+        veto: int [n], number of the update hook that vetoed the window, -1 for none; None without hooks.
     """
 
     batch: np.ndarray
@@ -43,6 +49,7 @@ class Records:
     closed: np.ndarray
     committed: np.ndarray
     sums: Mapping[str, np.ndarray]
+    veto: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -82,8 +89,22 @@ class Engine(Protocol):
         """Microbatches in a full window."""
         ...
 
+    @property
+    def carries(self) -> bool:
+        """A window that is not full at the epoch's end goes on in the next."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Host hooks at stages inside the step are called by the step itself."""
+        ...
+
     def batch_count(self, state: Any) -> int:
         """Microbatches handed over so far, known without reading the device."""
+        ...
+
+    def open_batches(self, state: Any) -> int:
+        """Microbatches in the window that is open, known without reading the device."""
         ...
 
     def start(self) -> Any:
@@ -132,4 +153,24 @@ class Engine(Protocol):
 
     def absorb(self, state: Any) -> Any:
         """Return the state with the weights the model holds now: what callbacks changed at the end."""
+        ...
+
+    def bind(self, state: Any) -> None:
+        """Give every hook with state its place in this state."""
+        ...
+
+    def hook_name(self, number: int) -> str:
+        """Class of the update hook with this number in `Records.veto`."""
+        ...
+
+    def batch(self, epoch: int, place: int) -> Any:
+        """Columns of this microbatch, the one to come or the one just run, for looking at; None when unknown."""
+        ...
+
+    def look(self, state: Any, name: str) -> Any:
+        """A value for hooks that watch, copied: of the last microbatch, or of the state; None where there is none."""
+        ...
+
+    def parts(self) -> dict[str, Any]:
+        """What contexts of hooks hold of the engine: `optimizers` and `lr_schedulers`."""
         ...

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nnx_jax.core.stages import TrainingStage
 from nnx_jax.loop.callbacks import CallbackList, TrainContext
 from nnx_jax.loop.clocks import Cadence, span_batches
 from nnx_jax.loop.engine import Engine, Span
+from nnx_jax.loop.hook_events import HookEvents
 from nnx_jax.loop.monitors import MonitorRecord, MonitorTracker, as_dict
 from nnx_jax.loop.progress import Progress
 from nnx_jax.loop.records import RecordKeeper, Rows
 from nnx_jax.loop.signals import Interrupted, StopRequest
+from nnx_jax.loop.watched import SessionWatch
 from nnx_jax.params.run import RunSpec
 from nnx_jax.runs.commit import CommitPoint
 from nnx_jax.runs.pointers import phase_names
@@ -49,6 +52,7 @@ class StartPoint:
     Attributes:
         seen: updates up to which host events were done, fewer than `step` when a signal came before them.
         stopped: a callback had already ended this run.
+        open_sums: record sums of the window that was open.
     """
 
     epoch: int = 0
@@ -62,6 +66,7 @@ class StartPoint:
     rate: float | None = None
     seen: int | None = None
     stopped: bool = False
+    open_sums: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,6 +76,7 @@ class LoopPlan:
     Attributes:
         state: the engine's state, fresh or restored.
         end_epoch: epoch to stop before (absolute); None when only `max_steps` ends the run.
+        hooks: the run's hooks, entered already; None for none.
     """
 
     spec: RunSpec
@@ -86,6 +92,7 @@ class LoopPlan:
     clock: EpochClock | None = None
     model: Any = None
     records: Rows = field(default_factory=Rows)
+    hooks: HookEvents | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Session:
             evaluate=train.eval_every_n_steps,
             commit=checkpoint.every_n_steps,
             max_steps=plan.max_steps,
+            hooks=plan.hooks.cadences if plan.hooks is not None else (),
         )
         start = plan.start
         first = start.epoch * self.engine.n_batches + start.batch
@@ -118,6 +126,7 @@ class Session:
         self.keeper = RecordKeeper(
             self.engine.summarize, n_batches=self.engine.n_batches, every=train.record_every, shift=self.shift
         )
+        self.keeper.resume(start.open_sums)
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
         self.read_batch = first
         self.committed_step = start.step
@@ -128,6 +137,7 @@ class Session:
         self.ctx.should_stop, self.ctx.rate = start.stopped, start.rate
         self.ctx.records, self.ctx.sync = plan.records, lambda: self.engine.trained(self.state)
         self.stop = StopRequest()
+        self.watch = None if plan.hooks is None else SessionWatch(self, plan.hooks)
 
     def run(self) -> LoopResult:
         """Train to the plan's end.
@@ -142,8 +152,13 @@ class Session:
             try:
                 plan.callbacks.train_begin(ctx)
                 self._restore_components()
+                begins = self._pending() or not self._finished()
+                if begins:
+                    self._event(TrainingStage.BEFORE_TRAINING)
                 while self._pending() or not self._finished():
                     self._epoch()
+                if begins:
+                    self._event(TrainingStage.AFTER_TRAINING)
             except BaseException as failure:
                 error = failure
                 raise
@@ -164,6 +179,8 @@ class Session:
         if not resumed and self.plan.clock is not None:
             self.state = self.engine.set_rate(self.state, self.plan.clock.rate)
         self.plan.callbacks.epoch_begin(self.ctx)
+        if not resumed:
+            self._event(TrainingStage.BEFORE_EPOCH)
         if resumed and self._pending() and self.batch < self.engine.n_batches:
             self._mid_epoch()
         while self.batch < self.engine.n_batches and not self._finished():
@@ -181,15 +198,31 @@ class Session:
             batch=self.batch,
             n_batches=self.engine.n_batches,
             accumulate=self.engine.accumulate,
+            open_batches=self.engine.open_batches(self.state),
         )
-        span = Span(self.epoch, self.batch, count)
-        self.state, done = self.engine.run_span(self.state, span, self._poll)
-        self.batch += done
+        closes = not self.engine.carries or self.batch + count < self.engine.n_batches
+        if self.watch is not None and self.watch.per_batch:
+            self.watch.span(count, closes=closes)
+        else:
+            span = Span(self.epoch, self.batch, count, closes)
+            self.state, done = self.engine.run_span(self.state, span, self._poll)
+            self.batch += done
         if self.stop:
             self._read()
             self._commit()
             self.plan.store.committer.drain()
             raise Interrupted(self.stop.number or 0)
+
+    def _event(self, stage: TrainingStage) -> None:
+        """Fire a stage that belongs to no microbatch, and commit if a hook asked for it at one that has no commit."""
+        if self.watch is not None:
+            self.watch.event(stage)
+            if stage in (TrainingStage.BEFORE_TRAINING, TrainingStage.BEFORE_EPOCH):
+                self.watch.serve()
+
+    def _asked(self) -> bool:
+        """A hook asked for a commit."""
+        return self.watch is not None and bool(self.watch.commits)
 
     def _poll(self, done: int) -> bool:
         self.plan.progress.advance(self.epoch, self.batch + done)
@@ -206,12 +239,16 @@ class Session:
             updates = records.committed.nonzero()[0]
             if len(updates):
                 self.ctx.rate = float(records.rate[updates[-1]])
+            if self.watch is not None:
+                self.watch.note(records)
             table = self.keeper.table(records)
             self.plan.store.history.append_table(table, len(records))
             self.plan.records.append_table(table, len(records))
         if failure is not None:
             self._keep_progress()
             raise failure
+        if self.watch is not None:
+            self.watch.read()
 
     def _keep_progress(self) -> None:
         """Training halted: commit the updates before the one that failed, so that nothing done is lost."""
@@ -228,6 +265,8 @@ class Session:
         self._read()
         seen, self.seen = self.seen, self.step
         self._summarize()
+        if self.watch is not None:
+            self.watch.at_boundary(seen)
         due = self.cadence.due
         ends = self._finished()
         decision = None
@@ -237,7 +276,7 @@ class Session:
         if due(self.cadence.log, seen, self.step) or decision is not None:
             self.plan.progress.values(self.epoch, self.step, self.ctx.values, epoch_end=False)
         improved = decision is not None and decision.improved
-        if due(self.cadence.commit, seen, self.step) or improved or ends:
+        if due(self.cadence.commit, seen, self.step) or improved or ends or self._asked():
             self._commit(best=improved)
 
     def _end_epoch(self) -> None:
@@ -245,6 +284,9 @@ class Session:
         self._read()
         seen, self.seen = self.seen, self.step
         self._summarize()
+        if self.watch is not None:
+            self.watch.at_boundary(seen)
+            self.watch.event(TrainingStage.AFTER_EPOCH)
         train, checkpoint, epoch = self.plan.spec.train, self.plan.spec.checkpoint, self.epoch
         last = self._last_epoch(epoch)
         every = train.eval_every_n_epochs
@@ -269,6 +311,7 @@ class Session:
             or self.ctx.should_stop
             or bool(self.stop)
             or bool(self.ctx.deferred)
+            or self._asked()
             or bool(self._phases(epoch))
         )
         if due:
@@ -290,6 +333,8 @@ class Session:
         self.validated = self.step
         self.ctx.decision = self.plan.tracker.decide(self.ctx.values)
         self.plan.callbacks.validation(self.ctx)
+        if self.watch is not None and evaluation is not None:
+            self.watch.validated(dict(evaluation.values), evaluation.count)
         return self.ctx.decision
 
     def _values_row(self, kind: str, decision: MonitorRecord | None) -> dict[str, Any]:
@@ -337,8 +382,12 @@ class Session:
         start = self.plan.start
         if start.components is not None:
             self.plan.callbacks.load(start.components)
+            if self.plan.hooks is not None:
+                self.plan.hooks.load(start.components)
         if start.monitor is not None:
             self.plan.tracker.load(start.monitor)
+        if self.plan.hooks is not None:
+            self.engine.bind(self.state)
 
     def _commit(self, *, best: bool = False, phases: tuple[str, ...] = ()) -> None:
         """Hand one generation to the run store, with everything that continues the run bit for bit."""
@@ -359,6 +408,12 @@ class Session:
             "components": self.plan.callbacks.state(),
             "topology": snapshot.topology,
         }
+        if open_sums := self.keeper.open:
+            host["open"] = storable(open_sums)
+        retired, wait = (), False
+        if self.watch is not None:
+            host["components"].update(self.watch.events.state())
+            retired, wait = self.watch.served()
         deferred, self.ctx.deferred = tuple(self.ctx.deferred), []
         point = CommitPoint(
             epoch=self.epoch if self.batch else max(self.epoch - 1, 0),
@@ -370,8 +425,11 @@ class Session:
             best=best,
             score=self._score(best),
             deferred=deferred,
+            retired=retired,
         )
         self.plan.store.committer.commit(point)
+        if wait:
+            self.plan.store.committer.drain()
         self.committed_step = self.step
 
     def _score(self, best: bool) -> float | None:

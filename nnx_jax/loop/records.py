@@ -82,7 +82,7 @@ class RecordKeeper:
 
     `every` is "update" or "batch": what one record stands for; `shift` is added to the records' microbatch count. A
     microbatch counts in the summary when its window became an update, so a vetoed window leaves no trace but its row.
-    Commits happen at window borders, where no window is open; the totals are then all there is to store.
+    The sums of a window that is open at a commit, or at the epoch's end, wait in `open` for its end.
     """
 
     def __init__(self, summarize: Summarize, *, n_batches: int, every: str, shift: int = 0) -> None:
@@ -91,9 +91,19 @@ class RecordKeeper:
         self._open: list[Mapping[str, np.ndarray]] = []
 
     def begin_epoch(self, totals: Sums | None = None) -> None:
-        """Start an epoch, or continue one from stored totals."""
+        """Start an epoch, or continue one from stored totals; a window that is open goes on."""
         self.epoch = SumTotals(totals)
-        self._open = []
+
+    @property
+    def open(self) -> dict[str, list[list[float]]]:
+        """Sums of the microbatches in the open window by name, oldest first; empty between windows."""
+        names = self._open[0] if self._open else ()
+        return {name: np.concatenate([sums[name] for sums in self._open]).tolist() for name in names}
+
+    def resume(self, open_sums: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Continue with a stored `open`."""
+        stored = {name: np.asarray(rows, np.float64) for name, rows in open_sums.items()}
+        self._open = [stored] if stored else []
 
     def table(self, records: Records) -> dict[str, Any]:
         """History columns for these records, each a list or one value for all; adds them to the epoch's summary."""

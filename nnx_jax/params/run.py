@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -55,13 +55,18 @@ class RunSpec(Spec):
         return self.train.seed if seed is None else seed
 
     def identity(
-        self, *, net: Mapping[str, Any] | None = None, data: Mapping[str, Any] | None = None
+        self,
+        *,
+        net: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        hooks: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
         """Return the JSON that names the run: model, net, data, train and, when given, salt.
 
         Args:
             net: description of a module built in Python, in place of `model.net`.
             data: description of data given as a loader, in place of `data`.
+            hooks: descriptions of hooks given in Python that are no configuration.
         """
         model = self.model.state()
         own_net = model.pop("net", {})
@@ -74,8 +79,9 @@ class RunSpec(Spec):
         train.pop("precision", None)
         salt = train.pop("salt", None)
         # A hook that only watches (`observes = True` in its class) changes no number, so it changes no id.
-        if hooks := [hook.state() for hook in self.hooks if not getattr(hook, "observes", False)]:
-            train["hooks"] = hooks
+        named = [hook.state() for hook in self.hooks if not getattr(hook, "observes", False)]
+        if named or hooks:
+            train["hooks"] = [*named, *hooks]
         own_data = {} if self.data is None else self.data.identity(self.train.seed)
         identity: dict[str, Any] = {
             "model": model,
@@ -85,9 +91,15 @@ class RunSpec(Spec):
         }
         return identity if salt is None else {**identity, "salt": salt}
 
-    def run_id(self, *, net: Mapping[str, Any] | None = None, data: Mapping[str, Any] | None = None) -> str:
+    def run_id(
+        self,
+        *,
+        net: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        hooks: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Return the first 16 hex digits of the hash of `identity(...)`."""
-        return content_hash(self.identity(net=net, data=data))[:RUN_ID_DIGITS]
+        return content_hash(self.identity(net=net, data=data, hooks=hooks))[:RUN_ID_DIGITS]
 
     def batches_per_epoch(self) -> int | None:
         """Return the number of microbatches of one pass over the training rows, None when it cannot be known."""

@@ -102,8 +102,8 @@ class NNTrainParams(Spec):
     """What is taken from a checkpoint: everything, or the weights."""
     overwrite_existing: Annotated[bool, ENVIRONMENT] = False
     """Whether a finished (or damaged) run of the same configuration is replaced; an interrupted one is continued."""
-    dispatch: Annotated[Literal["auto", "step", "span"], ENVIRONMENT] = "auto"
-    """How updates are sent to the device; the numbers are the same."""
+    dispatch: Annotated[Literal["auto", "step", "span", "staged", "eager"], ENVIRONMENT] = "auto"
+    """How updates are sent to the device; the numbers are the same. `staged` and `eager` are slow and for debugging."""
     train_loader: Any = Field(default=None, exclude=True)
     """Python only: iterable of batches to train on, instead of `data.train`."""
     val_loader: Any = Field(default=None, exclude=True)

@@ -1,0 +1,64 @@
+"""The feeds of a run, from its configuration or from loaders, and what they tell a network of its sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nnx_jax.core.errors import ConfigError, DataError
+from nnx_jax.data.loader import LoaderFeed
+from nnx_jax.data.pipeline import Feed
+from nnx_jax.objectives.losses import Loss
+from nnx_jax.params.run import RunSpec
+
+
+def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
+    """Return the feeds of the run by split, from `data` or from the loaders given in Python.
+
+    Raises:
+        ConfigError: no training data at all.
+        DataError: a dataset that cannot be trained on.
+    """
+    feeds: dict[str, Feed | LoaderFeed] = {}
+    data, train = spec.data, spec.train
+    if data is not None:
+        order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
+        with _naming_split("train"):
+            feeds["train"] = Feed(data.train, batch_size=data.batch_size, **order)
+        for split in ("val", "test"):
+            dataset = getattr(data, split)
+            if dataset is not None:
+                with _naming_split(split):
+                    feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
+    for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
+        if loader is not None:
+            feeds[split] = LoaderFeed(loader, data_id=train.data_id)
+    if "train" not in feeds:
+        raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
+    return feeds
+
+
+@contextmanager
+def _naming_split(split: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.{split}: {error.args[0]}") from error
+
+
+def data_info(feeds: Mapping[str, Feed | LoaderFeed]) -> dict[str, Any]:
+    """Return what the training data tells a network about its sizes."""
+    feed = feeds["train"]
+    if isinstance(feed, Feed):
+        return dict(feed.dataset.info)
+    return {"input_shape": feed.signature()["x"].shape[1:]}
+
+
+def sizes_for(loss: Loss, info: dict[str, Any]) -> dict[str, Any]:
+    """What the data says of sizes, with the outputs that the loss compares: values, not classes, for a regression."""
+    if loss.task in ("bernoulli", "values") and "target_shape" in info:
+        values = {name: size for name, size in info.items() if name != "n_classes"}
+        return values | {"output_dim": math.prod(info["target_shape"])}
+    return info
