@@ -41,7 +41,7 @@ class GradientAccumulationHook(UpdateHookSpec):
             return ctx.window_starts, ctx.loss
         if stage is not TrainingStage.DO_OPTIMIZER_STEP:
             return True, ctx.loss
-        if self.normalize == "mean" and ctx.window_closes is not False:
+        if self.normalize == "mean" and self.k > 1 and ctx.window_closes is not False:
             # The step summed the microbatches' means; a window cut short divides by the number it has.
             count = ctx.window_count
             ctx.grads = ctx.tree_map(lambda g: g / count, ctx.grads)

@@ -54,7 +54,7 @@ class Toy:
         self.programs = build_step(
             forward or _forward,
             terms or _terms,
-            make_optimizer(optimizer, params, rate=rate) if isinstance(optimizer, str) else optimizer,
+            make_optimizer(optimizer, params, **({"schedule": rate} if callable(rate) else {"rate": rate})),
             params=params,
             model_state=model_state,
             signature={name: (shape, jnp.float32) for name, shape in self.columns.items()},
