@@ -41,6 +41,11 @@ class LocalBody(HookedBody):
             raise StepError(f"deferred reduction needs a mesh with one axis, got {dict(mesh.shape)}; leave it off")
         if self.accumulate == 1:
             raise StepError("deferred reduction needs a window of several microbatches; set k, or leave it off")
+        if self.dynamic:
+            raise StepError(
+                "deferred reduction needs windows of a fixed length; leave it off beside a hook that decides "
+                "at BEFORE_BATCH what is kept"
+            )
         if self.hooks.owner(Stage.DO_BACKWARD) is not None:
             raise StepError("deferred reduction does the backward pass itself; leave it off beside a hook that does")
         self.mesh, (self.axis,) = mesh, mesh.axis_names
@@ -125,9 +130,17 @@ class LocalBody(HookedBody):
         grads = jax.tree.map(lambda whole, part: jnp.zeros_like(part).at[0].set(whole), found.grads, window.grads)
         return window._replace(grads=self._placed(grads))
 
+    def finish(
+        self, carry: Any, ctx: StepContext, window: Sums, seen: Sums, model_state: Any, invalid: Any, run: Any,
+        veto: Any, closes: bool,
+    ) -> Any:  # fmt: skip
+        """As the base class; the update of a window is made of the reduced sums."""
+        window = window._replace(grads=_sum(window.grads)) if closes else window
+        return super().finish(carry, ctx, window, seen, model_state, invalid, run, veto, closes)
+
     def _accumulator(self, *args: Any, closed: bool, **options: Any) -> dict[str, Any]:
         accum = super()._accumulator(*args, closed=closed, **options)
-        return self._spread(accum) if closed and not self.dynamic else accum
+        return self._spread(accum) if closed else accum
 
 
 def _sum(tree: Any) -> Any:
