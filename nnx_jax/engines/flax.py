@@ -16,7 +16,7 @@ from flax import nnx
 from nnx_jax.core.errors import DataError, ModelError, NnxError, ResumePointError
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
-from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, window_length
+from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, float32_layers, window_length
 from nnx_jax.engines.memory import explain_out_of_memory
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.scoring import Scorer, loss_value, width
@@ -87,7 +87,8 @@ class FlaxEngine:
         self.accumulate, self.carries = window_length(hooks, spec), carries(hooks)
         self.n_batches = self._epoch_batches()
         dtype = jnp.dtype(spec.precision) if hooks is None else hooks.compute_dtype
-        self.pure = PureModule(module, freeze=freeze, compute_dtype=dtype, mask_rows=True)
+        kept = float32_layers(hooks)
+        self.pure = PureModule(module, freeze=freeze, compute_dtype=dtype, keep_float32=kept, mask_rows=True)
         self._check_tail()
         outputs = self._outputs(self.feed)
         self._check_targets(outputs)
