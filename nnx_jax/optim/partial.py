@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nnx_jax.optim.build import OptState, Optimizer, Params
+from nnx_jax.optim.build import Optimizer, OptState, Params
 
 
 def hold(optimizer: Optimizer, still: Collection[str]) -> Optimizer:
