@@ -12,7 +12,6 @@ from nnx_jax.core.codec import load_yaml_with_lines
 from nnx_jax.core.errors import ConfigError, UnsafePathError
 from nnx_jax.core.registry import allow_imports
 from nnx_jax.hooks import register_builtin
-from nnx_jax.hooks import register_builtin
 from nnx_jax.params.overrides import apply_overrides
 from nnx_jax.params.run import RunSpec
 
@@ -42,7 +41,6 @@ def load_config(
         raise ConfigError(f"wants to import {modules}, which is not allowed here", path="imports", file=source)
     if isinstance(modules, list):
         allow_imports(modules)
-    register_builtin()
     if allow_code:
         _load_plugins()
     merged, origins = apply_overrides(RunSpec, data, overrides)

@@ -79,6 +79,12 @@ def carries(plan: HookPlan | None) -> bool:
     return hook is not None and hook.on_partial == "carry"
 
 
+def float32_layers(plan: HookPlan | None) -> tuple[str, ...]:
+    """Glob patterns of parameters whose layers compute in float32 whatever the others do."""
+    hook = _only(plan.update if plan is not None else (), "mixed_precision")
+    return () if hook is None else tuple(getattr(hook, "keep_fp32", ()))
+
+
 def described(plan: HookPlan | None) -> dict[str, Any]:
     """The hooks that a stored state fits, by name: class and settings; without those that only watch."""
     found: dict[str, Any] = {}
