@@ -115,6 +115,17 @@ class HookEvents:
         if self._depth == 0:
             self._leave(error)
 
+    def take_over(self, old: HookEvents) -> None:
+        """Go on where `old` stood with fewer hooks: what it entered stays entered, what is new is entered now."""
+        self._depth, self._entered = old._depth, old._entered
+        old._depth, old._entered = 0, []
+        held = {id(hook) for hook in self._entered}
+        for hook in self.registry.entries if self._depth else ():
+            if id(hook) not in held:
+                if hasattr(hook, "__enter__"):
+                    hook.__enter__()
+                self._entered.append(hook)
+
     def _leave(self, error: BaseException | None) -> None:
         """Leave what was entered, last first; a cleanup's error never hides the one that ended the run."""
         failures: list[BaseException] = []

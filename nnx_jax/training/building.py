@@ -1,0 +1,122 @@
+"""From a strategy to the engine that trains it, and to the place in the data where its next run begins."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nnx_jax.core.errors import ConfigError
+from nnx_jax.core.hook_registry import HookRegistry
+from nnx_jax.engines.hook_plan import plan_hooks
+from nnx_jax.hooks.finetune import left_out
+from nnx_jax.params.optim import NNOptimParams
+from nnx_jax.params.run import RunSpec
+from nnx_jax.params.train import CheckpointParams, NNTrainParams
+from nnx_jax.training.engine import StrategyEngine
+from nnx_jax.training.feed import Pushed, StrategyFeed
+from nnx_jax.training.models import NamedModels, parameter_names
+
+
+def build_engine(strategy: Any, feed: StrategyFeed | Pushed, horizon: int | None) -> StrategyEngine:
+    """The engine of a strategy's models, optimizers, loss and hooks, for batches like the feed's.
+
+    Args:
+        horizon: planned updates, for schedules that end with the run.
+    """
+    models, registry = strategy.models, strategy.registry
+    resting = tuple(name for name in models if name not in strategy.configs)
+    module = NamedModels(models, strategy.training_fn, single=strategy.single_model, resting=resting)
+    names = parameter_names(models)
+    frozen, still = left_out(registry, names)
+    frozen = frozen.union(name for name in names if name.partition(".")[0] in resting)
+    spec = run_spec(strategy)
+    plan = plan_hooks(
+        registry,
+        spec,
+        taps=strategy.events.taps,
+        world=strategy.world,
+        model_keys=tuple(models),
+        observer=lambda stage, ctx: strategy.events.observe(stage, ctx),
+    )
+    freeze = tuple(sorted(frozen))
+    return StrategyEngine(
+        spec, module, strategy.loss, feed, strategy.configs, freeze=freeze, still=still, horizon=horizon, hooks=plan
+    )
+
+
+def run_spec(strategy: Any) -> RunSpec:
+    """What the loop wants to know of a run, as far as a strategy has it."""
+    config = strategy.validation_config
+    train = NNTrainParams(
+        n_epochs=1,
+        seed=strategy.seed,
+        optim=NNOptimParams(),
+        dispatch=strategy.dispatch,
+        eval_every_n_steps=None if config is None else config.every_n_steps,
+        eval_every_n_epochs=1,
+        save_phase_checkpoints=False,
+    )
+    return RunSpec(train=train, checkpoint=CheckpointParams(every_n_epochs=None))
+
+
+def place(now: Mapping[str, Any], known: bool, length: int | None) -> tuple[int, int]:
+    """(epoch, microbatch) at which a loader of this length begins.
+
+    Args:
+        now: "step", "batch", "epoch" and "epoch_batch" so far.
+        known: "epoch_batch" was given, and is not to be found out.
+
+    Raises:
+        ConfigError: the counters fit no place of it.
+    """
+    epoch, batch = now["epoch"], now["epoch_batch"]
+    if not length:
+        return epoch, batch
+    progress = now["batch"] or now["step"]
+    if not known:
+        batch = progress - epoch * length
+    if batch < 0 or epoch * length + batch != progress:
+        raise ConfigError(
+            f"the restart counters are inconsistent: {progress} microbatches are done, but epoch_count={epoch} and "
+            f"epoch_step_count={batch} with {length} batches an epoch make {epoch * length + batch}"
+        )
+    more, batch = divmod(batch, length)
+    return epoch + more, batch
+
+
+def planned(registry: HookRegistry, epochs: int | None, length: int | None) -> int:
+    """Updates that so many passes give when nothing is vetoed."""
+    window = [hook.k for hook in registry if getattr(hook, "exclusive_key", "") == "accumulation"]
+    return math.ceil((epochs or 1) * (length or 1) / (window[0] if window else 1))
+
+
+def training_function(given: Any, single: bool) -> Callable[..., Any]:
+    """The forward pass of a strategy: what is given, or a single model's own call.
+
+    Raises:
+        ConfigError: none is given for several models, or it is not called with (model, batch).
+    """
+    if given is None:
+        if not single:
+            raise ConfigError("several models need a training_fn: a function (models, batch) -> predictions")
+        return call_with_x
+    try:
+        inspect.signature(given).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"training_fn is called as training_fn(model, batch), which it does not take: {error}"
+        ) from None
+    return given
+
+
+def call_with_x(model: Any, batch: Mapping[str, Any]) -> Any:
+    """The predictions of a model that takes the batch's column x."""
+    return model(batch["x"])
+
+
+def asked(manager: Any, name: str) -> Any:
+    """An attribute of a distributed manager, or what its method of that name returns; 0 without either."""
+    found = getattr(manager, name, 0)
+    return found() if callable(found) else found

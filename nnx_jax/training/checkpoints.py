@@ -1,0 +1,286 @@
+"""A strategy's checkpoints: what is written beside the arrays, and how a strategy comes back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from nnx_jax.core.errors import ConfigError, ResumePointError
+from nnx_jax.loop.records import history_columns
+from nnx_jax.nets.build import build_net
+from nnx_jax.nets.resolve import resolve as resolve_sizes
+from nnx_jax.params.net import NNParams
+from nnx_jax.runs.address import load_address
+from nnx_jax.runs.resume import ResumePoint, require_same
+from nnx_jax.runs.store import RunStore
+from nnx_jax.step import state as step_state
+from nnx_jax.training.models import MAIN, as_models, dotted, put, resolve
+from nnx_jax.training.optimizers import OptimizerConfig
+
+_FREE = ("slots/", "accum/")
+"""Leaves that may be missing in a checkpoint, or only there: of hooks that came or went."""
+
+Models = tuple[dict[str, nnx.Module], bool, dict[str, Any]]
+
+
+def build_models(given: Any, seed: int) -> Models:
+    """(modules by name, whether there is a single one, how a checkpoint can name what makes them).
+
+    Raises:
+        ModelError, ConfigError: see `as_models` and `resolve`.
+    """
+    if isinstance(given, Mapping):
+        made = {name: _build(value, seed) for name, value in given.items()}
+        models, single = as_models({name: model for name, (model, _) in made.items()})
+        return models, single, {name: source for name, (_, source) in made.items()}
+    module, source = _build(given, seed)
+    models, single = as_models(module)
+    return models, single, {MAIN: source}
+
+
+def _build(given: Any, seed: int) -> tuple[Any, Any]:
+    if isinstance(given, nnx.Module):
+        return given, None
+    if isinstance(given, NNParams):
+        return build_net(resolve_sizes(given, {}), rngs=nnx.Rngs(seed), info={}), {"net": given.state()}
+    made = function(given, "models")
+    return (made(), {"function": dotted(made)}) if callable(made) else (given, None)
+
+
+def function(given: Any, what: str) -> Any:
+    """A function given as it is or by its dotted name."""
+    return resolve(given, what) if isinstance(given, str) else given
+
+
+def recipe(strategy: Any) -> dict[str, Any]:
+    """What a checkpoint says of the strategy, as plain values; None for what has no name."""
+    loss = strategy.loss_fn
+    return {
+        "models": dict(strategy.sources),
+        "single": strategy.single_model,
+        "training_fn": dotted(strategy.training_fn),
+        "loss_fn": loss if isinstance(loss, str) else dotted(loss),
+        "optimizers": {name: config.state() for name, config in strategy.configs.items()},
+        "num_epochs": strategy.num_epochs,
+        "num_steps": strategy.num_steps,
+        "epoch_step_modifier": strategy.epoch_step_modifier,
+        "seed": strategy.seed,
+        "plateaus": {name: plateau.state() for name, plateau in _plateaus(strategy).items()},
+    }
+
+
+def _plateaus(strategy: Any) -> Mapping[str, Any]:
+    engine = strategy._engine
+    return {} if engine is None else engine.plateaus
+
+
+# -- writing ---------------------------------------------------------------------------------------------------
+
+
+def open_store(strategy: Any, directory: Path) -> RunStore:
+    """Open a run directory for writing."""
+    directory = directory.expanduser().absolute()
+    state = {"strategy": {name: value for name, value in recipe(strategy).items() if name != "plateaus"}}
+    columns = history_columns((), validates=False)
+    return RunStore.open(directory.parent, directory.name, state, columns, keep=1)
+
+
+def save(strategy: Any, root: Path, tag: str | None) -> int:
+    """Commit the strategy's state to a run directory under a tag; returns the generation's number.
+
+    Raises:
+        ConfigError: nothing was trained yet, so there is no state.
+    """
+    if strategy._engine is None:
+        raise ConfigError("there is nothing to save: no batch was trained, so there is no optimizer state yet")
+    session = strategy._session or strategy._begin(strategy.epoch_count, strategy.epoch_step_count, None, None)
+    session._read()
+    root = root.expanduser().absolute()
+    own = strategy._store if strategy._store is not None and strategy.own_store == root else None
+    store = own or open_store(strategy, root)
+    kept, session.plan.store = session.plan.store, store
+    try:
+        session.ctx.deferred.append(tag or f"step_{session.step}")
+        session._commit()
+        store.committer.drain()
+        last = store.committer.last
+        return 0 if last is None else last.generation
+    finally:
+        session.plan.store = kept
+        if own is None:
+            strategy.own_store = root
+            store.close()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+
+def load(
+    cls: Any,
+    address: str | Path,
+    *,
+    hooks: Sequence[Any] = (),
+    validators: Mapping[str, Callable[[nnx.Module], Any]] | None = None,
+    **given: Any,
+) -> Any:
+    """A strategy that continues where a checkpoint was made.
+
+    What is not given is taken from the checkpoint, as far as it names it: functions that this program has loaded and
+    built-in networks. Nothing is imported because a file says so.
+
+    Args:
+        cls: TrainingStrategy.
+        address: `<dir>` for its last checkpoint, `<dir>/step_500` for one of a name.
+        hooks: those of the run; their states come back, the others' are left.
+        validators: by model, called with it once the weights are in.
+        given: arguments of TrainingStrategy that take the place of the stored ones, such as `models`.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ConfigError: (a ValueError) something has to be given, because the checkpoint cannot name it.
+        ResumePointError: (a ValueError) it is damaged, or does not fit the models.
+    """
+    point = load_address(address)
+    strategy = cls(hooks=hooks, **_arguments(point, given))
+    _take(strategy, point)
+    put_weights(strategy, point)
+    for name, check in (validators or {}).items():
+        try:
+            check(strategy.models[name])
+        except Exception as error:
+            raise ConfigError(f"validator of model {name!r} refused it: {error}") from error
+    return strategy
+
+
+def restore(strategy: Any, address: str | Path) -> None:
+    """Put a checkpoint into a live strategy; see `TrainingStrategy.restore_checkpoint`."""
+    point = load_address(address)
+    _stored_recipe(point)
+    engine = strategy._engine
+    if engine is not None:
+        state = revive(engine, point)
+        strategy.events.load(point.host["components"])
+        load_plateaus(engine, point)
+        strategy._state = state
+    _take(strategy, point)
+    if engine is None:
+        put_weights(strategy, point)
+    else:
+        strategy._point = None
+        engine.bind(strategy._state)
+        strategy.sync_models()
+    strategy._session = None
+
+
+def _take(strategy: Any, point: ResumePoint) -> None:
+    """Counters from a checkpoint, and its state when training begins."""
+    counters = np.asarray(point.load({"counters": _shape(point, "counters")})["counters"])
+    position = point.host["position"]
+    strategy._counts = {
+        "step": int(counters[step_state.STEP]),
+        "batch": int(counters[step_state.BATCH]),
+        "epoch": int(position["epoch"]),
+        "epoch_batch": int(position["batch"]),
+    }
+    strategy._point, strategy.own_store = point, point.paths.run
+
+
+def put_weights(strategy: Any, point: ResumePoint) -> None:
+    """Put a checkpoint's weights into the strategy's models, so that they can be looked at before training."""
+    names = [name for name in point.leaves if name.startswith(("params/", "frozen/", "model_state/"))]
+    stored = {name.split("/", 1)[1]: v for name, v in point.load({n: _shape(point, n) for n in names}).items()}
+    for key, model in strategy.models.items():
+        own = {name.removeprefix(f"{key}."): value for name, value in stored.items() if name.startswith(f"{key}.")}
+        if not own:
+            raise ResumePointError(f"the checkpoint has no model {key!r}; nothing was restored")
+        put(model, own)
+
+
+def revive(engine: Any, point: ResumePoint) -> Any:
+    """The stored state in this engine; slots of hooks that are new stay fresh, those of hooks that went are left."""
+    stored = {name: value for name, value in point.host["topology"].items() if name not in ("recipe", "accumulate")}
+    mine = {name: value for name, value in engine.topology.items() if name != "accumulate"}
+    require_same(stored, mine, "topology")
+    carry = engine.start()
+    fresh = engine.programs.named(carry)
+    wanted = engine.abstract(carry)
+    here = {name: shape for name, shape in wanted.items() if name in point.leaves}
+    for name in wanted:
+        if name not in here and not name.startswith(_FREE):
+            raise ResumePointError(f"the checkpoint has no {name!r}, which this strategy needs; nothing was restored")
+    for name in point.leaves:
+        if name not in wanted and not name.startswith(_FREE):
+            raise ResumePointError(f"the checkpoint has {name!r}, which this strategy lacks; nothing was restored")
+    return engine.restore(carry, {**fresh, **point.load(here)})
+
+
+def load_plateaus(engine: Any, point: ResumePoint) -> None:
+    """Plateau schedules go on."""
+    for name, state in _stored_recipe(point).get("plateaus", {}).items():
+        if name in engine.plateaus:
+            engine.plateaus[name].restore(state)
+
+
+def _arguments(point: ResumePoint, given: Mapping[str, Any]) -> dict[str, Any]:
+    stored = _stored_recipe(point)
+    found = dict(given)
+    for name in ("seed", "epoch_step_modifier"):
+        found.setdefault(name, stored[name])
+    if "num_epochs" not in found and "num_steps" not in found:
+        found |= {"num_epochs": stored["num_epochs"], "num_steps": stored["num_steps"]}
+    if "models" not in found:
+        made = {name: _source(name, source) for name, source in stored["models"].items()}
+        found["models"] = made[MAIN] if stored["single"] else made
+    for name in ("training_fn", "loss_fn"):
+        if name not in found:
+            found[name] = _stored_function(stored[name], name)
+    if "optimizer_configs" not in found:
+        found["optimizer_configs"] = {name: _config(name, state) for name, state in stored["optimizers"].items()}
+    return found
+
+
+def _source(name: str, source: Any) -> Any:
+    if source is not None and source.get("net") is not None:
+        return NNParams.from_state(source["net"])
+    if source is None or source.get("function") is None:
+        raise ConfigError(
+            f"the checkpoint holds the weights of model {name!r}, but not what makes it; give models=, or train with "
+            "a function of a module as models="
+        )
+    return resolve(source["function"], "models", loaded_only=True)
+
+
+def _stored_function(stored: Any, name: str) -> Any:
+    if stored is None:
+        raise ConfigError(f"the checkpoint cannot name its {name} (it is no function of a module); give {name}=")
+    return resolve(stored, name, loaded_only=True) if ":" in stored else stored
+
+
+def _config(name: str, state: Mapping[str, Any]) -> OptimizerConfig:
+    what = f"optimizer_configs[{name!r}]"
+
+    def named(value: Any) -> Any:
+        return resolve(value, what, loaded_only=True) if isinstance(value, str) and ":" in value else value
+
+    return OptimizerConfig(
+        named(state["optimizer"]),
+        {key: named(value) for key, value in state["settings"].items()},
+        named(state["schedule"]),
+        {key: named(value) for key, value in state["schedule_settings"].items()},
+    )
+
+
+def _stored_recipe(point: ResumePoint) -> Mapping[str, Any]:
+    found = point.host.get("topology", {}).get("recipe")
+    if found is None:
+        raise ResumePointError(f"checkpoint {point.name} of run {point.run_id!r} was not written by a TrainingStrategy")
+    return found
+
+
+def _shape(point: ResumePoint, name: str) -> tuple[Iterable[int], str]:
+    leaf = point.leaves[name]
+    return leaf.shape, leaf.dtype
