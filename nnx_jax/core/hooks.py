@@ -87,10 +87,20 @@ class TrainingUpdateHook:
     Attributes:
         priority: 10 accumulation, 20 mixed precision, 30 clipping, 40 spike skipping, 50 averages and the rest.
         exclusive_key: at most one hook of a key takes part.
+        screens: it is asked by `keeps_microbatch` about every microbatch.
     """
 
     priority: int = 50
     exclusive_key: ClassVar[str | None] = None
+
+    @property
+    def screens(self) -> bool:
+        """Whether the hook looks at microbatches one by one."""
+        return False
+
+    def keeps_microbatch(self, ctx: Any) -> Any:
+        """After the backward pass: False leaves the microbatch out of its window; see `ctx.micro_grads`, `ctx.loss`."""
+        return True
 
     def init_state(self, params: Mapping[str, Any]) -> Any:
         """First state of the hook: a tree of arrays, () for none; `ctx.state` reads and replaces it."""

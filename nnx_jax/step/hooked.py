@@ -75,6 +75,7 @@ class HookedBody(StepBody):
         starts = self.keep_or_zero(ctx)
         self.calls.at(ctx, Stage.BEFORE_FORWARD)
         seen, model_state, invalid = self.measured(train, ctx)
+        seen, model_state = self.screen(train, ctx, seen, model_state)
         window = self.gather(train, seen, starts)
         window = self.after_backward(ctx, window, seen)
         run, veto = self.decide(ctx)
@@ -244,6 +245,18 @@ class HookedBody(StepBody):
         ref = 2 ** max(0, round(math.log2(max(1, math.prod(jnp.shape(like))))))
         self._ref = ref
         return ref
+
+    def screen(self, train: TrainState, ctx: StepContext, seen: Sums, model_state: Any) -> tuple[Sums, Any]:
+        """Leave a microbatch out of its window where a hook says so: it is then as if it had no valid target."""
+        keep: gates.Flag = True
+        for hook in self.hooks.update:
+            if hook.screens:
+                ctx.enter(micro_grads=self.plan.combine(seen.grads, seen.den))
+                keep = gates.and_(keep, gates.check_flag(hook.keeps_microbatch(ctx), hook, Stage.AFTER_BACKWARD))
+        ctx.__dict__.pop("micro_grads", None)
+        if keep is True:
+            return seen, model_state
+        return gates.pick(keep, seen, _zeros(seen)), gates.pick(keep, model_state, train.model_state)
 
     def gather(self, train: TrainState, seen: Sums, starts: gates.Flag) -> Sums:
         """The window with this microbatch in it."""
