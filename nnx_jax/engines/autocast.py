@@ -39,7 +39,7 @@ def lower(module: nnx.Module, dtype: Any, kept: Collection[str] = ()) -> None:
         if isinstance(part, NORMS):
             fixed.update(id(variable) for variable in own)
             if part.dtype is None:
-                part.promote_dtype = _to_float32
+                _give(part, _to_float32)
         elif isinstance(part, nnx.MultiHeadAttention) and part.attention_fn is nnx.dot_product_attention:
             if part.dtype is None:
                 part.attention_fn = partial(nnx.dot_product_attention, promote_dtype=_promote(dtype))
@@ -47,10 +47,14 @@ def lower(module: nnx.Module, dtype: Any, kept: Collection[str] = ()) -> None:
             if _has_dtype(part) or any(id(variable) in fixed for variable in own):
                 fixed.update(id(variable) for variable in own)
             else:
-                part.promote_dtype = _promote(dtype)
+                _give(part, _promote(dtype))
     for variable in named.values():
         if id(variable) not in fixed:
             object.__setattr__(variable, "__class__", _read_as(type(variable), dtype))
+
+
+def _give(layer: Any, promote: Any) -> None:
+    layer.promote_dtype = promote
 
 
 def _name(path: Any) -> str:

@@ -159,12 +159,7 @@ def test_moments_see_the_window_once() -> None:
 
 def test_n1_three_gradients_and_one_over() -> None:
     """N1 (loss g w, rate 1, window of three, gradients 1, 2, 6: w 0, 0, -3, and the fourth leaves it)"""
-    from nnx_jax.objectives.terms import LossTerm
-
-    def terms(outputs, batch):
-        return (LossTerm("slope", (outputs * batch["mask"]).sum(), batch["mask"].sum()),)
-
-    toy = Toy(GradientAccumulationHook(3), w=0.0, rate=1.0, terms=terms)
+    toy = Toy(GradientAccumulationHook(3), w=0.0, rate=1.0, slope=True)
     np.testing.assert_allclose(toy.trace([1, 2, 6, 1]), [0, 0, -3, -3], rtol=1e-6)
     assert toy.counters()["step"] == 1
 

@@ -22,7 +22,10 @@ class Toy:
     Args:
         hooks: update hooks.
         accumulate: microbatches of a window; taken from a hook that has `k`.
+        w: the weight, or all parameters by name.
+        shape: of one row of x and t; that of the weight by default.
         rows: rows of a batch; a shorter batch is padded and masked.
+        slope: the loss is mean(w x) instead, whose gradient is mean(x) wherever w is.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class Toy:
         rows: int = 1,
         traced: Sequence[Any] = (),
         optimizer: str = "sgd",
+        slope: bool = False,
         rate: Any = 0.1,
         w: Any = 1.0,
+        shape: tuple[int, ...] | None = None,
         forward: Any = None,
         terms: Any = None,
         model_state: Any = None,
@@ -46,25 +51,32 @@ class Toy:
         self.rows = rows
         params = dict(w) if isinstance(w, dict) else {"w": jnp.asarray(w, jnp.float32)}
         model_state = {} if model_state is None else model_state
-        shape = params["w"].shape if "w" in params else ()
+        if shape is None:
+            shape = params["w"].shape if "w" in params else ()
         self.columns = {"x": (rows, *shape), "t": (rows, *shape), "mask": (rows,)}
         concrete = {"concrete": True} if executor != "compiled" else {}
         self.plan = HookPlan(update=tuple(self.hooks.iter_hooks()), traced=tuple(traced), **concrete, **(plan or {}))
         windows = [hook.k for hook in hooks if hasattr(hook, "k")]  # type: ignore[attr-defined]
         self.programs = build_step(
             forward or _forward,
-            terms or _terms,
+            terms or (_slope if slope else _terms),
             make_optimizer(optimizer, params, **({"schedule": rate} if callable(rate) else {"rate": rate})),
             params=params,
             model_state=model_state,
-            signature={name: (shape, jnp.float32) for name, shape in self.columns.items()},
+            signature={name: (whole, jnp.float32) for name, whole in self.columns.items()},
             accumulate=accumulate or (windows[0] if windows else 1),
             hooks=self.plan,
             nonfinite=nonfinite,
             executor=executor,
             **options,
         )
+        self._given = params, model_state
         self.carry = self.programs.init(params, model_state)
+
+    def fresh(self) -> Toy:
+        """Begin again, with the compiled programs."""
+        self.carry = self.programs.init(*self._given)
+        return self
 
     def batch(self, x: Any, t: Any = 0.0) -> dict[str, np.ndarray]:
         """A batch of the given inputs and targets (a number is one row), padded with masked rows."""
@@ -129,6 +141,10 @@ class _Slot:
 
 def _forward(params: Any, model_state: Any, batch: Any, key: Any, train: bool) -> tuple[Any, Any]:
     return params["w"] * batch["x"], model_state
+
+
+def _slope(outputs: Any, batch: Any) -> tuple[LossTerm, ...]:
+    return (LossTerm("slope", jnp.sum(outputs * batch["mask"]), jnp.sum(batch["mask"])),)
 
 
 def _terms(outputs: Any, batch: Any) -> tuple[LossTerm, ...]:
