@@ -53,6 +53,17 @@ def half(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return 0.5 * (outputs - targets) ** 2
 
 
+def square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """The squared distance: with target 0 and rate 0.1, `Slope(1.0)` on rows of 1 is multiplied by 0.8."""
+    return jnp.sum((outputs - targets) ** 2, axis=-1)
+
+
+def inputs(*values: float) -> ArrayDataset:
+    """Rows of `Slope` with these inputs and target 0."""
+    x = np.array(values, np.float32)[:, None]
+    return ArrayDataset(x=x, y=np.zeros_like(x))
+
+
 def slope(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     """The gradient is x / sqrt(target): x for target 1, NaN for target -1, infinite for target 0."""
     return jnp.sum(outputs * jax.lax.rsqrt(targets), axis=-1)
@@ -86,6 +97,7 @@ def fit(
     val: Any = None,
     test: Any = None,
     callbacks: Sequence[Any] = (),
+    hooks: Sequence[Any] = (),
     checkpoint: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     progress: Any = None,
@@ -103,6 +115,7 @@ def fit(
     return NNModel(params=NNModelParams(**(model or {})), module=module, loss=loss).train(
         NNTrainParams(optim=NNOptimParams(**settings), scheduler=scheduler, **params),
         callbacks,
+        hooks=hooks,
         data=None if train is None else NNDataParams(**cut),
         checkpoint=CheckpointParams(**(checkpoint or {})),
         runs_dir=runs,
