@@ -23,11 +23,11 @@ def read_address(address: str | Path) -> tuple[RunPaths, str]:
         UnsafePathError: (a ValueError) a part of the path cannot be a run id or a tag.
     """
     path = absolute_root(address)
-    if (path / _INSIDE).is_dir():
+    if _is_run(path):
         return RunPaths(path.parent, path.name), LAST
-    inside = path.parent.name == _INSIDE
+    inside = path.parent.name == _INSIDE and not _is_run(path.parent)  # a run may itself be called "checkpoints"
     run = path.parent.parent if inside else path.parent
-    if not (run / _INSIDE).is_dir():
+    if not _is_run(run):
         raise MissingCheckpointError(
             f"{path}: there is no run here and none in {path.parent}; give a run's directory, or that and the name "
             "of one of its checkpoints (runs/my-run/step_500)"
@@ -37,6 +37,11 @@ def read_address(address: str | Path) -> tuple[RunPaths, str]:
         known = nearest(path.name, pointers.pointer_names(paths))
         raise MissingCheckpointError(f"{path}: run {run.name!r} in {run.parent} has no checkpoint {path.name!r}{known}")
     return paths, path.name
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory is a run's own."""
+    return (path / _INSIDE).is_dir() and (path / "run.yaml").exists()
 
 
 def load_address(address: str | Path) -> ResumePoint:

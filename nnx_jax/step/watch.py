@@ -44,8 +44,9 @@ class CompileWatch:
         """
 
         def watched(*args: Any) -> Any:
-            self._traced(name, _signature(args, names))
-            return body(*args)
+            found = body(*args)
+            self._traced(name, _signature(args, names))  # a trace that failed will be done again
+            return found
 
         watched.__name__ = name
         return Watched(self, jax.jit(watched, **options))

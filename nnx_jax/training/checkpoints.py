@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from nnx_jax.core.errors import ConfigError, ResumePointError
+from nnx_jax.core.errors import ConfigError, ResumePointError, RunExistsError
+from nnx_jax.hooks.checkpoint import CheckpointHook
 from nnx_jax.loop.records import history_columns
 from nnx_jax.nets.build import build_net
 from nnx_jax.nets.resolve import resolve as resolve_sizes
@@ -19,10 +21,26 @@ from nnx_jax.runs.resume import ResumePoint, require_same
 from nnx_jax.runs.store import RunStore
 from nnx_jax.step import state as step_state
 from nnx_jax.training.models import MAIN, as_models, dotted, put, resolve
-from nnx_jax.training.optimizers import OptimizerConfig
+from nnx_jax.training.optimizers import OptimizerConfig, of_model
 
 _FREE = ("slots/", "accum/")
 """Leaves that may be missing in a checkpoint, or only there: of hooks that came or went."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint with its arrays, read once."""
+
+    point: ResumePoint
+    arrays: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, address: str | Path) -> Loaded:
+        """The checkpoint that a path means."""
+        point = load_address(address)
+        _stored_recipe(point)
+        return cls(point, point.load_all())
+
 
 Models = tuple[dict[str, nnx.Module], bool, dict[str, Any]]
 
@@ -89,6 +107,31 @@ def open_store(strategy: Any, directory: Path) -> RunStore:
     return RunStore.open(directory.parent, directory.name, state, columns, keep=1)
 
 
+def open_own_store(strategy: Any) -> RunStore | None:
+    """The run directory that the strategy's CheckpointHook names, open; None where none is named.
+
+    Raises:
+        ConfigError: two directories.
+        RunExistsError: (a FileExistsError) another training's checkpoints lie there.
+    """
+    hooks = [hook for hook in strategy.registry if isinstance(hook, CheckpointHook)]
+    named = {Path(hook.checkpoint_dir).expanduser().absolute() for hook in hooks if hook.checkpoint_dir is not None}
+    if len(named) > 1:
+        raise ConfigError(f"CheckpointHooks name {len(named)} directories; one strategy writes one")
+    if not named:
+        return None
+    place = named.pop()
+    store = open_store(strategy, place)
+    if store.point is not None and strategy.own_store != place:
+        store.close()
+        raise RunExistsError(
+            f"{place} holds checkpoints of another training; continue it with TrainingStrategy.load_checkpoint("
+            f"{str(place)!r}, hooks=[...]), or choose another directory"
+        )
+    strategy.own_store = place
+    return store
+
+
 def save(strategy: Any, root: Path, tag: str | None) -> int:
     """Commit the strategy's state to a run directory under a tag; returns the generation's number.
 
@@ -144,10 +187,10 @@ def load(
         ConfigError: (a ValueError) something has to be given, because the checkpoint cannot name it.
         ResumePointError: (a ValueError) it is damaged, or does not fit the models.
     """
-    point = load_address(address)
-    strategy = cls(hooks=hooks, **_arguments(point, given))
-    _take(strategy, point)
-    put_weights(strategy, point)
+    found = Loaded.read(address)
+    strategy = cls(hooks=hooks, **_arguments(found.point, given))
+    put_weights(strategy, found)
+    _take(strategy, found)
     for name, check in (validators or {}).items():
         try:
             check(strategy.models[name])
@@ -158,71 +201,63 @@ def load(
 
 def restore(strategy: Any, address: str | Path) -> None:
     """Put a checkpoint into a live strategy; see `TrainingStrategy.restore_checkpoint`."""
-    point = load_address(address)
-    _stored_recipe(point)
-    engine = strategy._engine
-    if engine is not None:
-        state = revive(engine, point)
-        strategy.events.load(point.host["components"])
-        load_plateaus(engine, point)
-        strategy._state = state
-    _take(strategy, point)
+    found, engine = Loaded.read(address), strategy._engine
     if engine is None:
-        put_weights(strategy, point)
-    else:
-        strategy._point = None
-        engine.bind(strategy._state)
-        strategy.sync_models()
-    strategy._session = None
+        put_weights(strategy, found)
+        _take(strategy, found)
+        return
+    strategy._state = revive(engine, found)
+    strategy.events.load(found.point.host["components"])
+    _take(strategy, found)
+    strategy._loaded = strategy._session = None
+    engine.bind(strategy._state)
+    strategy.sync_models()
 
 
-def _take(strategy: Any, point: ResumePoint) -> None:
+def _take(strategy: Any, found: Loaded) -> None:
     """Counters from a checkpoint, and its state when training begins."""
-    counters = np.asarray(point.load({"counters": _shape(point, "counters")})["counters"])
-    position = point.host["position"]
+    counters, position = np.asarray(found.arrays["counters"]), found.point.host["position"]
     strategy._counts = {
         "step": int(counters[step_state.STEP]),
         "batch": int(counters[step_state.BATCH]),
         "epoch": int(position["epoch"]),
         "epoch_batch": int(position["batch"]),
     }
-    strategy._point, strategy.own_store = point, point.paths.run
+    strategy._loaded, strategy.own_store = found, found.point.paths.run
 
 
-def put_weights(strategy: Any, point: ResumePoint) -> None:
+def put_weights(strategy: Any, found: Loaded) -> None:
     """Put a checkpoint's weights into the strategy's models, so that they can be looked at before training."""
-    names = [name for name in point.leaves if name.startswith(("params/", "frozen/", "model_state/"))]
-    stored = {name.split("/", 1)[1]: v for name, v in point.load({n: _shape(point, n) for n in names}).items()}
-    for key, model in strategy.models.items():
-        own = {name.removeprefix(f"{key}."): value for name, value in stored.items() if name.startswith(f"{key}.")}
+    weights = ("params/", "frozen/", "model_state/")
+    stored = {n.split("/", 1)[1]: value for n, value in found.arrays.items() if n.startswith(weights)}
+    parts = {key: {n.removeprefix(f"{key}."): v for n, v in of_model(stored, key).items()} for key in strategy.models}
+    for key, own in parts.items():
         if not own:
             raise ResumePointError(f"the checkpoint has no model {key!r}; nothing was restored")
-        put(model, own)
+    for key, own in parts.items():
+        put(strategy.models[key], own)
 
 
-def revive(engine: Any, point: ResumePoint) -> Any:
-    """The stored state in this engine; slots of hooks that are new stay fresh, those of hooks that went are left."""
-    stored = {name: value for name, value in point.host["topology"].items() if name not in ("recipe", "accumulate")}
-    mine = {name: value for name, value in engine.topology.items() if name != "accumulate"}
-    require_same(stored, mine, "topology")
+def revive(engine: Any, found: Loaded) -> Any:
+    """The stored state in this engine; slots of hooks that are new stay fresh, those of hooks that went are left.
+
+    Plateaus go on where they stood.
+    """
+    host = found.point.host["topology"]
+    loose = ("recipe", "accumulate")
+    stored = {name: value for name, value in host.items() if name not in loose}
+    require_same(stored, {name: value for name, value in engine.topology.items() if name not in loose}, "topology")
     carry = engine.start()
     fresh = engine.programs.named(carry)
-    wanted = engine.abstract(carry)
-    here = {name: shape for name, shape in wanted.items() if name in point.leaves}
-    for name in wanted:
-        if name not in here and not name.startswith(_FREE):
-            raise ResumePointError(f"the checkpoint has no {name!r}, which this strategy needs; nothing was restored")
-    for name in point.leaves:
-        if name not in wanted and not name.startswith(_FREE):
-            raise ResumePointError(f"the checkpoint has {name!r}, which this strategy lacks; nothing was restored")
-    return engine.restore(carry, {**fresh, **point.load(here)})
-
-
-def load_plateaus(engine: Any, point: ResumePoint) -> None:
-    """Plateau schedules go on."""
-    for name, state in _stored_recipe(point).get("plateaus", {}).items():
+    for name in (*fresh, *found.arrays):
+        if (name in fresh) != (name in found.arrays) and not name.startswith(_FREE):
+            where = "this strategy" if name in fresh else "the checkpoint"
+            raise ResumePointError(f"only {where} has {name!r}; nothing was restored")
+    state = engine.restore(carry, {name: found.arrays.get(name, value) for name, value in fresh.items()})
+    for name, kept in _stored_recipe(found.point).get("plateaus", {}).items():
         if name in engine.plateaus:
-            engine.plateaus[name].restore(state)
+            engine.plateaus[name].restore(kept)
+    return state
 
 
 def _arguments(point: ResumePoint, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,8 +314,3 @@ def _stored_recipe(point: ResumePoint) -> Mapping[str, Any]:
     if found is None:
         raise ResumePointError(f"checkpoint {point.name} of run {point.run_id!r} was not written by a TrainingStrategy")
     return found
-
-
-def _shape(point: ResumePoint, name: str) -> tuple[Iterable[int], str]:
-    leaf = point.leaves[name]
-    return leaf.shape, leaf.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -149,6 +149,15 @@ class StrategyEngine(FlaxEngine):
         kept = {name: old[name] for name, leaf in fresh.items() if name in old and old[name].shape == leaf.shape}
         return self.restore(carry, {**fresh, **kept})
 
+    def next_rates(self, state: Carry) -> dict[str, float]:
+        """The rate of every model's next update."""
+        inner = self.programs.state(state).opt_state.inner
+        found = {}
+        for name, config in self.configs.items():
+            schedule = config.schedule(self.horizon)
+            found[name] = float(inner[name].rate if schedule is None else schedule(inner[name].count))
+        return found
+
     def put_optimizer(self, state: Carry, opt_state: Any) -> None:
         """Put another optimizer state of the same shapes."""
         train = self.programs.state(state)
@@ -157,7 +166,7 @@ class StrategyEngine(FlaxEngine):
     def snapshot(self, state: Carry, epoch: int, batch: int) -> Snapshot:
         """The state's arrays by name, and the strategy's own description beside what they fit."""
         position = {"epoch": epoch, "next": batch}
-        return Snapshot(self.programs.named(state), position, {**self.topology, "recipe": self.recipe})
+        return Snapshot(self.programs.named(state), position, {**self.topology, "recipe": self.recipe()})
 
     def evaluate(self, state: Carry, split: str) -> Evaluation | None:
         """A strategy validates by itself."""
@@ -171,7 +180,7 @@ class StrategyEngine(FlaxEngine):
         return super().look(state, name)
 
     models: Mapping[str, Any] = {}
-    recipe: Mapping[str, Any] = {}
+    recipe: Callable[[], Mapping[str, Any]] = dict
     """Both are set by the strategy."""
 
     def parts(self) -> dict[str, Any]:
@@ -186,11 +195,6 @@ class StrategyEngine(FlaxEngine):
             if hasattr(hook, "attach"):
                 hook.attach(ModelCopies(self.models))
         super().bind(state)
-
-
-def rates_of(opt_state: Any) -> dict[str, float]:
-    """The learning rate of every model's last (or, with a plateau, next) update; reads the device."""
-    return {name: float(inner.rate) for name, inner in opt_state.inner.items()}
 
 
 def _read_only(column: Any) -> Any:

@@ -75,10 +75,14 @@ class OptimizerConfig:
     def build(self, params: Mapping[str, Any], horizon: int | None = None) -> Optimizer:
         """The optimizer for these parameters (path -> array or shape); `horizon` is the planned number of updates."""
         rate, settings = self._split()
-        schedule = rate if callable(rate) else None
+        return self._build(rate, settings, self.schedule(horizon), params)
+
+    def schedule(self, horizon: int | None = None) -> Callable[[Any], Any] | None:
+        """Count of committed updates -> rate; None for a rate that stays, or that a plateau sets."""
+        rate = self._split()[0]
         if self.scheduler_cls is not None and not self.follows_metric:
-            schedule = self._schedule(float(rate), horizon)  # type: ignore[arg-type]
-        return self._build(rate, settings, schedule, params)
+            return self._schedule(float(rate), horizon)
+        return rate if callable(rate) else None
 
     def plateau(self) -> PlateauSchedule | None:
         """A fresh plateau schedule, where the config has one."""

@@ -9,11 +9,10 @@ from typing import Any, Literal, Self
 
 from flax import nnx
 
-from nnx_jax.core.errors import ConfigError, RunExistsError
+from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.hook_registry import HookRegistry
 from nnx_jax.core.stages import TrainingStage
 from nnx_jax.engines.compile_cache import enable_compile_cache
-from nnx_jax.hooks.checkpoint import CheckpointHook
 from nnx_jax.loop.callbacks import CallbackList
 from nnx_jax.loop.hook_events import HookEvents
 from nnx_jax.loop.lifecycle import LoopPlan, StartPoint
@@ -120,7 +119,7 @@ class TrainingStrategy:
         self._engine: StrategyEngine | None = None
         self._session: StrategySession | None = None
         self._state: Any = None
-        self._point: Any = None
+        self._loaded: Any = None
         self._set_up = self._stale = False
         self._depth = 0
         self._store: Any = None
@@ -166,6 +165,13 @@ class TrainingStrategy:
         self._session._read()
         records: Any = self._session.plan.records
         return records.loss
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The rate of every model's next update; reads the device."""
+        if self._engine is None:
+            return {name: config.rate or 0.0 for name, config in self.configs.items()}
+        return self._engine.next_rates(self._state)
 
     @property
     def precision(self) -> str:
@@ -370,11 +376,11 @@ class TrainingStrategy:
         old = None if self._engine is None else self._engine.programs.named(self._state)
         engine = building.build_engine(self, feed, horizon if self._engine is None else self._engine.horizon)
         if old is None:
-            engine.models, engine.recipe = self.models, checkpoints.recipe(self)
+            engine.models, engine.recipe = self.models, lambda: checkpoints.recipe(self)
             self._state = self._first_state(engine)
         else:
             plateaus = self._engine.plateaus if self._engine is not None else {}
-            engine.models, engine.recipe, engine.plateaus = self.models, checkpoints.recipe(self), plateaus
+            engine.models, engine.recipe, engine.plateaus = self.models, lambda: checkpoints.recipe(self), plateaus
             self._state = engine.take_over(old)
             self._counts = self._now()
             self._session = None
@@ -383,11 +389,10 @@ class TrainingStrategy:
         engine.bind(self._state)
 
     def _first_state(self, engine: StrategyEngine) -> Any:
-        if self._point is not None:
-            state = checkpoints.revive(engine, self._point)
-            self.events.load(self._point.host["components"])
-            checkpoints.load_plateaus(engine, self._point)
-            self._point = None
+        if self._loaded is not None:
+            state = checkpoints.revive(engine, self._loaded)
+            self.events.load(self._loaded.point.host["components"])
+            self._loaded = None
             return state
         at = self._counts
         if not any(at.values()):
@@ -454,22 +459,8 @@ class TrainingStrategy:
     def _open_store(self) -> Any:
         """The store of a CheckpointHook with a directory, open until the context is left; else one without a disk."""
         if self._store is None:
-            hooks = [hook for hook in self.registry if isinstance(hook, CheckpointHook)]
-            places = {Path(hook.checkpoint_dir).absolute() for hook in hooks if hook.checkpoint_dir is not None}
-            if len(places) > 1:
-                raise ConfigError(f"CheckpointHooks name {len(places)} directories; one strategy writes one")
-            if not places:
-                return MemoryStore()
-            place = places.pop()
-            store = checkpoints.open_store(self, place)
-            if store.point is not None and self.own_store != place:
-                store.close()
-                raise RunExistsError(
-                    f"{place} holds checkpoints of another training; continue it with TrainingStrategy.load_checkpoint("
-                    f"{str(place)!r}, hooks=[...]), or choose another directory"
-                )
-            self._store, self.own_store = store, place
-        return self._store
+            self._store = checkpoints.open_own_store(self)
+        return self._store or MemoryStore()
 
     def _close_store(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         store, self._store = self._store, None
