@@ -8,6 +8,9 @@ batches gathered on the host, which keeps no history and waits for the device on
 weights, see the same rows in the same order, and must agree on the first loss. What the trainer does between two epochs
 (reading records, writing history, handing the commit over, waiting for the one before) counts as its time; the first
 epoch of both, which compiles, does not.
+
+The case `hooks` trains with bfloat16, windows of 4 microbatches, clipping, averaged weights and spike skipping, all of
+them hooks of the trainer; its bare loop has the same arithmetic written by hand in two jitted functions.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RATE = 1e-3
+from bare_loops import CLIP, DECAY, FACTOR, MEMORY, RATE, WARMUP, Bare, BareHooks
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Case:
         batch: rows of a batch.
         rounds: measured epochs of each side.
         bar: "ratio" (trainer's time at most 1.02 of the bare loop's) or "speedup" (at least 3 times as fast).
+        window: microbatches of an update; more than one is the case with hooks.
     """
 
     net: dict[str, Any]
@@ -49,6 +53,7 @@ class Case:
     batch: int
     rounds: int
     bar: str
+    window: int = 1
 
 
 def _images(rows: int, width: int) -> dict[str, Any]:
@@ -100,70 +105,15 @@ CASES = {
     "tiny": Case(
         {"kind": "feed_forward", "hidden_dims": [16, 16]}, functools.partial(_images, 160_000, 16), 8, 7, "speedup"
     ),
+    "hooks": Case(
+        {"kind": "feed_forward", "hidden_dims": [512, 512]},
+        functools.partial(_images, 128 * 240, 784),
+        128,
+        9,
+        "ratio",
+        window=4,
+    ),
 }
-
-
-class Bare:
-    """The loop written by hand: `step(params, opt_state, x, y)`, jitted and donated, over a dict of arrays."""
-
-    def __init__(self, net: Any, data: dict[str, Any], order: Callable[[int], Any]) -> None:
-        import jax
-        import jax.numpy as jnp
-        import optax
-        from flax import nnx
-
-        graph, state = nnx.split(net)
-        leaves, shape = jax.tree.flatten(state)
-        names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-        optimizer = optax.adam(RATE)
-
-        def loss_of(params: dict[str, Any], x: Any, y: Any) -> Any:
-            model = nnx.merge(graph, shape.unflatten([params[name] for name in names]))
-            return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-        def update(params: dict[str, Any], opt_state: Any, x: Any, y: Any) -> tuple[Any, Any, Any]:
-            loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def epoch(carry: Any, x: Any, y: Any, table: Any) -> Any:
-            def body(i: Any, carry: Any) -> Any:
-                return update(carry[0], carry[1], x[table[i]], y[table[i]])
-
-            return jax.lax.fori_loop(0, len(table), body, (*carry, jnp.float32(0)))
-
-        self._step, self._data, self._order = jax.jit(update, donate_argnums=(0, 1)), data, order
-        self._epoch, self._placed = epoch, {name: jnp.asarray(data[name]) for name in ("x", "y")}
-        self._params = {name: jnp.array(leaf) for name, leaf in zip(names, leaves, strict=True)}
-        self._opt_state = optimizer.init(self._params)
-
-    def epoch(self, number: int) -> tuple[float, float, float]:
-        """Run one epoch; return its seconds, and the losses of its first and its last batch."""
-        x, y = self._data["x"], self._data["y"]
-        table = self._order(number)
-        params, opt_state = self._params, self._opt_state
-        first: Any = None
-        loss: Any = None
-        start = time.perf_counter()
-        for rows in table:
-            params, opt_state, loss = self._step(params, opt_state, x[rows], y[rows])
-            first = loss if first is None else first
-        last = float(loss)
-        seconds = time.perf_counter() - start
-        self._params, self._opt_state = params, opt_state
-        return seconds, float(first), last
-
-    def compiled_epoch(self, number: int) -> float:
-        """Seconds of one epoch as a single compiled loop over data on the device: the least such steps can cost."""
-        import jax
-        import jax.numpy as jnp
-
-        table = jnp.asarray(self._order(number))
-        carry = jax.tree.map(jnp.copy, (self._params, self._opt_state))
-        start = time.perf_counter()
-        jax.block_until_ready(self._epoch(carry, self._placed["x"], self._placed["y"], table))
-        return time.perf_counter() - start
 
 
 class Job:
@@ -173,22 +123,40 @@ class Job:
         from nnx_jax import ArrayDataset, NNDataParams, NNModel, NNOptimParams, NNParams, NNTrainParams
         from nnx_jax.data import Feed
 
-        self.columns = case.data()
+        self.columns, self.window = case.data(), case.window
         dataset = ArrayDataset(self.columns)
         self.data = NNDataParams(train=dataset, batch_size=case.batch, tail="drop")
         self.train = NNTrainParams(n_epochs=epochs, optim=NNOptimParams(kind="adam", max_lr=RATE))
         self.model = NNModel(net_params=NNParams.from_state(case.net))
         self.feed = Feed(dataset, batch_size=case.batch, tail="drop", shuffle=True, seed=0)
 
-    def bare(self) -> Bare:
-        return Bare(self.model.build(dict(self.data.train.info), 0), self.columns, self.feed.order)
+    def bare(self) -> Bare | BareHooks:
+        net = self.model.build(dict(self.data.train.info), 0)
+        if self.window > 1:
+            return BareHooks(net, self.columns, self.feed.order, self.window)
+        return Bare(net, self.columns, self.feed.order)
+
+    def hooks(self) -> list[Any]:
+        """The hooks of the case that has some."""
+        from nnx_jax import hooks
+
+        if self.window == 1:
+            return []
+        return [
+            hooks.GradientAccumulationHook(self.window),
+            hooks.MixedPrecisionHook("bfloat16"),
+            hooks.GradientClipHook(CLIP),
+            hooks.SpikeSkipHook(factor=FACTOR, decay=MEMORY, warmup=WARMUP),
+            hooks.EMAHook(decay=DECAY),
+        ]
 
     def run(self, callbacks: list[Any], folder: str) -> Any:
         """Train through the public face, with history, a progress line an epoch, and a commit an epoch."""
         from nnx_jax.loop.progress import PlainProgress
 
         progress = PlainProgress(io.StringIO())
-        return self.model.train(self.train, callbacks, data=self.data, runs_dir=folder, progress=progress)
+        common = {"data": self.data, "runs_dir": folder, "progress": progress}
+        return self.model.train(self.train, callbacks, hooks=self.hooks(), **common)
 
 
 def time_case(name: str, rounds: int | None) -> dict[str, Any]:
@@ -201,6 +169,8 @@ def time_case(name: str, rounds: int | None) -> dict[str, Any]:
     bare = job.bare()
     held: list[float] = []
     _watch_commits(held)
+    programs: list[Any] = []
+    _watch_programs(programs)
 
     class Interleave(Callback):
         """After each epoch of the trainer: wait for the commit in flight, then run the bare loop's epoch."""
@@ -242,7 +212,7 @@ def time_case(name: str, rounds: int | None) -> dict[str, Any]:
         watch = Interleave(folder)
         run = job.run([watch], folder)
         rows = len([row for row in run.records if row["kind"] == "update"])
-    steps = job.feed.n_batches
+    steps = job.feed.n_batches // case.window
     if rows != steps * (rounds + 1):
         raise RuntimeError(f"{name}: {rows} history rows for {steps * (rounds + 1)} updates")
     first, last, their_first, their_last = watch.losses
@@ -261,6 +231,7 @@ def time_case(name: str, rounds: int | None) -> dict[str, Any]:
         "bare_ms_per_step": _per_step(theirs, steps),
         **({"floor_ms_per_step": _per_step(watch.times["floor"], steps)} if case.bar == "speedup" else {}),
         "steps_per_round": steps,
+        "programs_compiled": sum(sum(made.watch.compiles.values()) for made in programs),
         "rounds": rounds,
         "commit_wait_ms_per_round": round(1e3 * statistics.median(watch.times["wait"]), 2),
         "commit_hold_ms": round(1e3 * statistics.median(held), 2),
@@ -284,6 +255,20 @@ def _watch_commits(held: list[float]) -> None:
         held.append(time.perf_counter() - start)
 
     Committer.commit = commit
+
+
+def _watch_programs(made: list[Any]) -> None:
+    """Note whose compiles to count: every set of programs of a step."""
+    from nnx_jax.step.programs import StepPrograms
+
+    real = getattr(StepPrograms.__init__, "__wrapped__", StepPrograms.__init__)
+
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        made.append(self)
+
+    StepPrograms.__init__ = init
 
 
 def _quartiles(values: list[float]) -> list[float]:
