@@ -108,10 +108,7 @@ class PureModule:
     def write(self, module: nnx.Module, params: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
         """Put copies of these leaves into `module`, which has this module's structure."""
         leaves = {**{name: params[name] for name in self._param_names}, **{n: model_state[n] for n in self.model_state}}
-        for path, variable in nnx.to_flat_state(nnx.state(module, (nnx.Param, _not_rng))):
-            name = _name(path)
-            if name in leaves:
-                variable.set_value(jnp.array(leaves[name], copy=True))
+        _write(module, leaves)
 
     def _streams(self, key: jax.Array | None) -> list[jax.Array]:
         leaves = []
@@ -124,6 +121,21 @@ class PureModule:
                 stream = jax.random.fold_in(key, index)
                 leaves.append(jax.random.split(stream, like.shape) if like.shape else stream)
         return leaves
+
+
+class ModuleCopies:
+    """Copies of one module that hold other weights: what `EMAHook.attach` takes."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        self.module = module
+
+    def copy(self, key: str) -> nnx.Module:
+        """A copy that shares no array with the module."""
+        return nnx.clone(self.module)
+
+    def write(self, key: str, module: nnx.Module, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        """Put copies of these arrays into a copy; what is not named keeps its value."""
+        _write(module, {**params, **buffers})
 
 
 def matching(patterns: Sequence[str], names: Mapping[str, Any]) -> frozenset[str]:
@@ -144,6 +156,13 @@ def matching(patterns: Sequence[str], names: Mapping[str, Any]) -> frozenset[str
 def copy_leaves(named: Mapping[str, jax.Array]) -> Arrays:
     """Copies of the leaves, so that donating them never deletes the user's arrays."""
     return {name: jnp.array(value, copy=True) for name, value in named.items()}
+
+
+def _write(module: nnx.Module, named: Mapping[str, Any]) -> None:
+    for path, variable in nnx.to_flat_state(nnx.state(module, (nnx.Param, _not_rng))):
+        name = _name(path)
+        if name in named:
+            variable.set_value(jnp.array(named[name], copy=True))
 
 
 def _view(module: nnx.Module, *, train: bool) -> nnx.Module:

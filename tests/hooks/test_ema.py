@@ -12,7 +12,7 @@ from flax import nnx
 
 from nnx_jax.core.hooks import CheckpointableHook, TrainingUpdateHook
 from nnx_jax.core.stages import TrainingStage as S
-from nnx_jax.engines.nnx_forward import PureModule
+from nnx_jax.engines.nnx_forward import ModuleCopies
 from nnx_jax.hooks import EMAHook, GradientAccumulationHook, HookSpec, MixedPrecisionHook, SkipNonFinite, SpikeSkipHook
 from tests.hooks.toy import Toy
 
@@ -197,23 +197,10 @@ class Net(nnx.Module):
 log: list[Any] = []
 
 
-class OneModel:
-    """The models of a run of one module."""
-
-    def __init__(self, module: nnx.Module) -> None:
-        self.module, self.pure = module, PureModule(module)
-
-    def copy(self, key: str) -> Any:
-        return nnx.clone(self.module)
-
-    def write(self, key: str, module: Any, params: Any, buffers: Any) -> None:
-        self.pure.write(module, params, buffers)
-
-
 def trained(ema: EMAHook, net: nnx.Module, steps: int) -> Toy:
     toy = Toy(ema)
     toy.bind(ema)
-    ema.attach(OneModel(net))
+    ema.attach(ModuleCopies(net))
     toy.trace([1.0] * steps)
     return toy
 
