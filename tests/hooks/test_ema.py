@@ -206,7 +206,7 @@ def trained(ema: EMAHook, net: nnx.Module, steps: int) -> Toy:
 
 
 def test_no_averaged_model_before_there_is_one() -> None:
-    """nvalchemi:102 nvalchemi:110 (nothing is handed out before the first average)"""
+    """nvalchemi:102 (nothing is handed out before the first average either)"""
     with pytest.raises(RuntimeError, match="takes part in no run yet"):
         EMAHook().get_averaged_model()
     ema = EMAHook(start_step=10)
