@@ -34,7 +34,7 @@ class CheckpointHook(HookSpec):
     frequency: ClassVar[int] = 1
 
     checkpoint_dir: Folder = None
-    """Directory of the run when a TrainingStrategy has no other; none: the run's own store."""
+    """Directory of a TrainingStrategy's run; none (an NNModel's run has a directory): that one."""
     step_interval: Count | None = None
     """Updates between checkpoints; give this or `epoch_interval`."""
     epoch_interval: Count | None = None
@@ -61,6 +61,25 @@ class CheckpointHook(HookSpec):
         if (self.step_interval is None) == (self.epoch_interval is None):
             given = "neither is given" if self.step_interval is None else "both are given"
             yield "step_interval", f"{given}; give exactly one of step_interval and epoch_interval"
+
+    def on_register(self, owner: Any) -> None:
+        """Check that there is one place to write to.
+
+        Raises:
+            HookError: (a ValueError) a directory for a run that has one, or none for a strategy.
+        """
+        if owner is None:
+            return
+        name, chooses = type(owner).__name__, hasattr(owner, "own_store")
+        if chooses and self.checkpoint_dir is None:
+            raise HookError(
+                f"CheckpointHook has no checkpoint_dir, and {name} writes nowhere else; give it a directory"
+            )
+        if not chooses and self.checkpoint_dir is not None:
+            raise HookError(
+                f"CheckpointHook has checkpoint_dir {self.checkpoint_dir!r}, but {name} keeps its checkpoints in the "
+                "run's own directory (runs_dir); leave checkpoint_dir out"
+            )
 
     # -- when ------------------------------------------------------------------------------------------------------
 

@@ -190,6 +190,7 @@ def load(
     found = Loaded.read(address)
     strategy = cls(hooks=hooks, **_arguments(found.point, given))
     put_weights(strategy, found)
+    strategy.events.load(found.point.host["components"])
     _take(strategy, found)
     for name, check in (validators or {}).items():
         try:
@@ -204,6 +205,7 @@ def restore(strategy: Any, address: str | Path) -> None:
     found, engine = Loaded.read(address), strategy._engine
     if engine is None:
         put_weights(strategy, found)
+        strategy.events.load(found.point.host["components"])
         _take(strategy, found)
         return
     strategy._state = revive(engine, found)

@@ -391,7 +391,6 @@ class TrainingStrategy:
     def _first_state(self, engine: StrategyEngine) -> Any:
         if self._loaded is not None:
             state = checkpoints.revive(engine, self._loaded)
-            self.events.load(self._loaded.point.host["components"])
             self._loaded = None
             return state
         at = self._counts

@@ -55,6 +55,16 @@ def test_it_is_a_host_hook_with_state(tmp_path: Path) -> None:
     assert (by_epoch.stage, by_epoch.cadence_steps, by_epoch.cadence_epochs) == (Stage.AFTER_EPOCH, None, 3)
 
 
+def test_there_is_one_place_to_write_to(tmp_path: Path) -> None:
+    model, strategy = SimpleNamespace(), SimpleNamespace(own_store=None)
+    CheckpointHook(step_interval=1).on_register(model)
+    CheckpointHook(tmp_path, step_interval=1).on_register(strategy)
+    with pytest.raises(ValueError, match="runs_dir.*leave checkpoint_dir out"):
+        CheckpointHook(tmp_path, step_interval=1).on_register(model)
+    with pytest.raises(ValueError, match="give it a directory"):
+        CheckpointHook(step_interval=1).on_register(strategy)
+
+
 @pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.AFTER_BATCH])
 def test_it_runs_at_its_own_stage_only(stage: Stage) -> None:
     assert not CheckpointHook(step_interval=1)._runs_on_stage(stage)
