@@ -18,7 +18,7 @@ from nnx_jax.core.errors import StepError
 from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.objectives.terms import LossTerm, check_terms, term_value
 from nnx_jax.step import gates, records, rng, state
-from nnx_jax.step.build import StepBody, float32, open_window, replace
+from nnx_jax.step.body import StepBody, float32, open_window, replace
 from nnx_jax.step.calls import HookCalls
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.plan import HookPlan

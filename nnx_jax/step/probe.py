@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from nnx_jax.core.errors import TraceBoundaryError, TraceStateError
 from nnx_jax.step import state
 from nnx_jax.step.hooked import HookedBody
+from nnx_jax.step.local import LocalBody
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.state import TrainState
 
@@ -28,8 +29,6 @@ def hooked_body(
     quiet = replace(hooks, observer=None, concrete=False)
     make = HookedBody
     if hooks.mesh is not None:
-        from nnx_jax.step.local import LocalBody
-
         make = LocalBody
     body = make(forward, terms, optimizer, plan, layout, hooks=quiet, **options)
 

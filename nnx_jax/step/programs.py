@@ -19,7 +19,7 @@ from nnx_jax.step.state import TrainState, leaf_paths, match_named, own
 from nnx_jax.step.watch import CompileWatch
 
 if TYPE_CHECKING:
-    from nnx_jax.step.build import StepBody
+    from nnx_jax.step.body import StepBody
 
 
 class Carry:
