@@ -82,8 +82,7 @@ class ModelCopies:
 
     def copy(self, key: str) -> nnx.Module:
         """A copy of the model that shares no array with it."""
-        graph, state = nnx.split(self.models[key])
-        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state), copy=True)
+        return nnx.clone(self.models[key])
 
     def write(self, key: str, module: nnx.Module, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         """Put copies of these arrays, named `<model>.<path>`, into a copy of that model."""

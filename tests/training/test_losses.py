@@ -40,7 +40,7 @@ def test_weights_are_divided_by_their_sum() -> None:
 
 
 def test_losses_add_up_flat_and_numbered() -> None:
-    """nvalchemi:149: sums compose flatly, and two of one name are numbered from 0."""
+    """Sums compose flatly, and two of one name are numbered from 0."""
     assert sum([A, B, A]).names == ("mse_0", "mae", "mse_1")
     assert (2.0 * (1.0 * A + 3.0 * B)).raw_weights() == {"mse": 2.0, "mae": 6.0}
     assert ((1.0 * A + 3.0 * B) + 4.0 * B).effective_weights() == {"mse": 0.125, "mae_0": 0.375, "mae_1": 0.5}
@@ -62,7 +62,7 @@ def test_losses_add_up_flat_and_numbered() -> None:
     ],
 )
 def test_what_is_refused(make, error, says) -> None:
-    """nvalchemi:149: wrong compositions are refused with what to do."""
+    """Wrong compositions are refused with what to do."""
     with pytest.raises(error, match=says):
         made = make()
         made(jnp.zeros(1), {"y": jnp.zeros(1), "mask": jnp.ones(1)})
@@ -106,7 +106,7 @@ def test_a_weight_schedule_follows_updates_not_batches() -> None:
 
 
 def test_scheduled_and_constant_weights_give_one_window() -> None:
-    """nvalchemi:151: terms with denominators of their own and uneven rows: a schedule that is flat equals constants.
+    """Terms with denominators of their own and uneven rows: a schedule that is flat equals constants.
 
     Rows 1, 3 | 5: w = 1 - 0.1 * (0.25 * 9 / 3 + 0.75 * 9 / 6) = 1 - 0.1 * 1.875 = 0.8125.
     """
@@ -120,7 +120,7 @@ def test_scheduled_and_constant_weights_give_one_window() -> None:
 
 
 def test_hooks_see_components_and_weights() -> None:
-    """nvalchemi:151: ctx.losses holds components as they are, and the loss the weighted sum."""
+    """Ctx.losses holds components as they are, and the loss the weighted sum."""
     loss = ComposedLossFunction([squared, first], [LinearWeight(1, 0, 2), 1.0], normalize_weights=False)
     watch = Watch(S.AFTER_LOSS, look=lambda ctx: ({k: float(v) for k, v in ctx.losses.items()}, float(ctx.loss)))
     made = strategy(loss_fn=loss, hooks=[watch], num_steps=2)
@@ -134,7 +134,7 @@ def test_hooks_see_components_and_weights() -> None:
 
 
 def test_losses_of_one_output_each() -> None:
-    """nvalchemi:149: losses by prediction and target key; a missing key is told with the ones there are."""
+    """Losses by prediction and target key; a missing key is told with the ones there are."""
     loss = as_loss(A.on("energy") + B.on("force", "f"))
     outputs = {"energy": jnp.array([2.0]), "force": jnp.array([3.0])}
     batch = {"y": jnp.zeros(1), "f": jnp.ones(1), "mask": jnp.ones(1)}

@@ -38,7 +38,7 @@ from tests.training.toys import S, Toy, batches, strategy, w
     ],
 )
 def test_wrong_settings_are_refused_at_construction(given, says) -> None:
-    """nvalchemi:61: an OptimizerConfig that could not be built is a ValueError before any training."""
+    """An OptimizerConfig that could not be built is a ValueError before any training."""
     with pytest.raises(ValueError, match=says):
         OptimizerConfig(*given)
 
@@ -114,7 +114,7 @@ def test_a_plateau_moves_at_validations_only() -> None:
 
 
 def test_a_plateau_follows_another_value() -> None:
-    """nvalchemi:138: a key or a function of the summary; a key that is not there is a KeyError naming it."""
+    """A key or a function of the summary; a key that is not there is a KeyError naming it."""
     base = (optax.sgd, {"learning_rate": 0.1}, "reduce_on_plateau", {"patience": 1})
     assert OptimizerConfig(*base, "num_samples").metric({"num_samples": 3}) == 3.0
     assert OptimizerConfig(*base, lambda s: s["a"] + 1).metric({"a": 2}) == 3.0
@@ -123,7 +123,7 @@ def test_a_plateau_follows_another_value() -> None:
 
 
 def test_a_name_means_what_it_means_elsewhere() -> None:
-    """nvalchemi:61: "sgd" is NNOptimParams' sgd, with its momentum of 0.9; optax.sgd is optax's, without.
+    """ "sgd" is NNOptimParams' sgd, with its momentum of 0.9; optax.sgd is optax's, without.
 
     Gradient 2 w at each step: 1 -> 0.8; with momentum 0.9 then 0.8 - 0.1 * (1.6 + 0.9 * 2) = 0.46, without 0.64.
     """
@@ -156,7 +156,7 @@ def test_the_acts_of_a_step_by_themselves() -> None:
 
 
 def test_each_model_has_its_own_optimizer() -> None:
-    """nvalchemi:138: two models, two rates; one without a config stays as it is.
+    """Two models, two rates; one without a config stays as it is.
 
     Loss mean((a x + b x + c x)^2) at 1, 1, 1 with x = 1: every gradient is 6: a = 1 - 0.6, b = 1 - 0.06, c = 1.
     """

@@ -60,7 +60,7 @@ def test_parked_counts_do_not_validate_again() -> None:
 
 
 def test_cadence_by_epochs() -> None:
-    """nvalchemi:134: every second epoch, and after training; the order is AFTER_EPOCH, then AFTER_VALIDATION."""
+    """Every second epoch, and after training; the order is AFTER_EPOCH, then AFTER_VALIDATION."""
     watch = Watch(S.AFTER_EPOCH, S.AFTER_TRAINING, S.AFTER_VALIDATION)
     config = ValidationConfig(batches(1), every_n_epochs=2)
     strategy(hooks=[watch], num_epochs=3, validation_config=config).run(batches(1))
@@ -137,7 +137,7 @@ def test_the_loop_by_itself() -> None:
 
 
 def test_the_loop_takes_its_precision_and_weights_from_the_caller() -> None:
-    """nvalchemi:140: an explicit precision, and other weights: w = 3, x = 2 gives 36, from an EMA model."""
+    """An explicit precision, and other weights: w = 3, x = 2 gives 36, from an EMA model."""
 
     class Dense(nnx.Module):
         def __init__(self, value: float) -> None:
@@ -211,7 +211,7 @@ def test_averages_are_scored_once_there_are_some() -> None:
 
 
 def test_use_ema_always_and_never() -> None:
-    """nvalchemi:110: "always" without an average is a RuntimeError, "never" leaves it alone."""
+    """ "always" without an average is a RuntimeError, "never" leaves it alone."""
     made = strategy(hooks=[EMAHook(decay=0.5)], validation_config=ValidationConfig(batches(1), use_ema="always"))
     with pytest.raises(RuntimeError, match="no averaged weights yet"):
         made.validate()
@@ -251,7 +251,7 @@ def test_two_averages_of_two_models() -> None:
 
 
 def test_published_weights_are_scored() -> None:
-    """nvalchemi:110: set_inference_model puts another module's weights in; None takes it back."""
+    """Set_inference_model puts another module's weights in; None takes it back."""
     made = strategy(validation_config=ValidationConfig(batches(1)))
     made.set_inference_model(Toy(3.0))
     assert made.validate()["total_loss"] == 9.0
@@ -272,7 +272,7 @@ class Doubles(TracedHook):
 
 
 def test_input_transforms_of_the_step_hold_in_validation() -> None:
-    """nvalchemi:133: a traced hook at BEFORE_FORWARD transforms validation batches as training's: (2 * w)^2."""
+    """A traced hook at BEFORE_FORWARD transforms validation batches as training's: (2 * w)^2."""
     made = strategy(hooks=[Doubles()], validation_config=ValidationConfig(batches(1)), num_steps=1)
     made.run(batches(1))  # gradient 2 * (2 w) * 2 = 8: w = 0.2
     assert made.last_validation is not None
@@ -280,7 +280,7 @@ def test_input_transforms_of_the_step_hold_in_validation() -> None:
 
 
 def test_callbacks_of_a_pass() -> None:
-    """nvalchemi:133: batches may be prepared before, and are looked at after, with their number and the counters."""
+    """Batches may be prepared before, and are looked at after, with their number and the counters."""
     looked = []
 
     def prepare(*, batch, **at):
