@@ -143,9 +143,7 @@ def make_schedules(
     """Return (epoch clock, None) or (None, update clock) for the run's schedule."""
     train, scheduler = spec.train, spec.train.scheduler
     if scheduler.clock == "optimizer_update":
-        horizon = train.planned_updates(batches)
-        if carries and train.max_steps is None and train.n_epochs is not None and batches is not None:
-            horizon = max(train.n_epochs * batches // train.optim.accumulate_grad_batches, 1)
+        horizon = train.planned_updates(batches, carries=carries)
         schedule = build_schedule(scheduler, train.optim.max_lr, horizon)
         if horizon is not None:
             schedule.check(horizon)
@@ -334,7 +332,10 @@ def _check_reach(job: Job, source: ResumePoint) -> None:
         return
     if steps is None and end is not None:
         window, position = job.engine.accumulate, source.host["position"]
-        left = (end - position["epoch"]) * -(-job.engine.n_batches // window) - -(-position["batch"] // window)
+        if job.engine.carries:
+            left = ((end - position["epoch"]) * job.engine.n_batches - position["batch"]) // window
+        else:
+            left = (end - position["epoch"]) * -(-job.engine.n_batches // window) - -(-position["batch"] // window)
         steps = source.step + left
     if steps is not None:
         job.schedule.check(steps)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_jax.core.errors import DataError, ModelError, NnxError, ResumePointError
+from nnx_jax.core.errors import ConfigError, DataError, ModelError, NnxError, ResumePointError
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
 from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, float32_layers, window_length
@@ -303,6 +303,9 @@ class FlaxEngine:
 
     def costs(self) -> dict[str, int]:
         """What one update costs, from the compiled program: counts, FLOPs and bytes; nothing is run."""
+        if self.in_place:
+            dispatch = self.spec.train.dispatch
+            raise ConfigError(f"'{dispatch}' compiles no update whose cost could be told", path="train.dispatch")
         batch = _specs(self.feed.signature())
         compiled = {"apply": self.programs.lower("apply", batch).compile()}
         if self.accumulate > 1:
@@ -415,8 +418,11 @@ class FlaxEngine:
     def _records(self, rows: step_records.Records) -> Records:
         halted = np.flatnonzero(rows.ints["halt"])
         good = int(halted[0]) if len(halted) else len(rows)
-        if good:
-            self._counters = np.array([rows.ints[name][good - 1] for name in COUNTERS], np.int32)
+        closed = np.flatnonzero(rows.closed[:good])
+        if len(halted):  # the window that failed is gone whole, with the rows of its first microbatches
+            good = int(closed[-1]) + 1 if len(closed) else 0
+        if len(closed):
+            self._counters = np.array([rows.ints[name][closed[-1]] for name in COUNTERS], np.int32)
         sums = _columns(rows, [m.name for m in self.metrics])
         return Records(
             batch=rows.batch[:good],

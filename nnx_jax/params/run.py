@@ -113,7 +113,11 @@ class RunSpec(Spec):
 
     def planned_updates(self) -> int | None:
         """Return the number of updates of the whole run, None when it cannot be known."""
-        return self.train.planned_updates(self.batches_per_epoch())
+        hook: Any = next((h for h in self.hooks if getattr(h, "exclusive_key", None) == "accumulation"), None)
+        batches = self.batches_per_epoch()
+        if hook is None:
+            return self.train.planned_updates(batches)
+        return self.train.planned_updates(batches, window=hook.k, carries=hook.on_partial == "carry")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """The rules between the parts."""

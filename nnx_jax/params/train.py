@@ -128,17 +128,21 @@ class NNTrainParams(Spec):
         ):
             yield "extra_metrics", "expected a mapping from names to functions (outputs, batch) -> value"
 
-    def planned_updates(self, batches_per_epoch: int | None) -> int | None:
+    def planned_updates(
+        self, batches_per_epoch: int | None, *, window: int | None = None, carries: bool = False
+    ) -> int | None:
         """Return the number of updates of the whole run, None when it cannot be known.
-
-        The last window of an epoch may be shorter, so every epoch rounds up.
 
         Args:
             batches_per_epoch: microbatches in one pass, None for an endless stream.
+            window: microbatches of an update; none: `accumulate_grad_batches`.
+            carries: a window goes on over the end of an epoch; else the last one is shorter, so every epoch rounds up.
         """
         if self.max_steps is not None:
             return self.max_steps
-        per_epoch = self.steps_per_epoch
+        window, per_epoch = window or self.optim.accumulate_grad_batches, self.steps_per_epoch
         if per_epoch is None and batches_per_epoch is not None:
-            per_epoch = math.ceil(batches_per_epoch / self.optim.accumulate_grad_batches)
+            if carries and self.n_epochs is not None:
+                return max(self.n_epochs * batches_per_epoch // window, 1)
+            per_epoch = math.ceil(batches_per_epoch / window)
         return None if per_epoch is None or self.n_epochs is None else self.n_epochs * per_epoch

@@ -9,13 +9,27 @@ from typing import Any
 import pytest
 
 from nnx_jax.config import load_config
+from nnx_jax.core.errors import NonFiniteError
 from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.hooks import GradientAccumulationHook
 from nnx_jax.loop.signals import Interrupted
 from nnx_jax.model import train_spec
 from nnx_jax.runs.run import NNRun
 from tests.e2e.helpers import assert_same_run
-from tests.e2e.toys import KillAt, Killed, Slope, arrays, column, fit, inputs, square, weight
+from tests.e2e.toys import (
+    KillAt,
+    Killed,
+    Slope,
+    arrays,
+    column,
+    fit,
+    gradients,
+    inputs,
+    only_run,
+    slope,
+    square,
+    weight,
+)
 
 SIX = (1.0, 0.5, 2.0, 0.3, 1.2, 0.7)
 
@@ -139,3 +153,15 @@ hooks:
     assert run.last is not None
     assert [hook["kind"] for hook in run.state["hooks"]] == ["accumulation", "gradient_clip"]
     assert column(run, "update", "step") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("every", ["update", "batch"])
+def test_a_window_that_fails_is_gone_whole(tmp_path: Path, every: str) -> None:
+    """Microbatch 3 of (1, 1), (1, NaN) is not half done: the commit stands after the first window."""
+    data = gradients(1.0, 1.0, 1.0, 1.0, bad=[3])
+    with pytest.raises(NonFiniteError, match="update 2, microbatch 3"):
+        fit(tmp_path, Slope(), slope, data, accumulate=2, record_every=every)
+    left = only_run(tmp_path)
+    assert left.last is not None
+    assert (left.last.step, left.last.batch) == (1, 2)
+    assert arrays(left)["counters"][:2].tolist() == [2, 0]
