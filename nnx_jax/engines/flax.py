@@ -18,7 +18,7 @@ from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
 from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, float32_layers, window_length
 from nnx_jax.engines.memory import explain_out_of_memory
-from nnx_jax.engines.nnx_forward import PureModule
+from nnx_jax.engines.nnx_forward import ModuleCopies, PureModule
 from nnx_jax.engines.scoring import Scorer, loss_value, width
 from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
 from nnx_jax.objectives.checks import check_targets
@@ -262,10 +262,17 @@ class FlaxEngine:
         return self.spec.train.dispatch in CONCRETE
 
     def bind(self, state: Carry) -> None:
-        """Give every hook with state its slot in this state."""
-        for hook in (*self.hooks.update, *self.hooks.traced) if self.hooks is not None else ():
+        """Give every hook with state its slot in this state, and the averages something to be made from."""
+        hooks: tuple[Any, ...] = (*self.hooks.update, *self.hooks.traced) if self.hooks is not None else ()
+        for hook in hooks:
+            if hasattr(hook, "attach"):
+                hook.attach(self.copies())
             if hasattr(hook, "bind") and (slot := self.slot(state, hook)) is not None:
-                hook.bind(slot)  # pyright: ignore[reportAttributeAccessIssue]
+                hook.bind(slot)
+
+    def copies(self) -> Any:
+        """What an average makes its model from."""
+        return ModuleCopies(self.module)
 
     def slot(self, state: Carry, hook: Any) -> StateSlot | None:
         """Where a hook's state lives; None for a hook without any."""

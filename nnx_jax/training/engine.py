@@ -188,13 +188,9 @@ class StrategyEngine(FlaxEngine):
         schedules = [self.plateaus.get(name, config.scheduler_cls) for name, config in self.configs.items()]
         return {"optimizers": [self.configs[name] for name in self.configs], "lr_schedulers": schedules}
 
-    def bind(self, state: Carry) -> None:
-        """Give hooks their slots, and the averages something to be made from."""
-        hooks: tuple[Any, ...] = self.hooks.update if self.hooks is not None else ()
-        for hook in hooks:
-            if hasattr(hook, "attach"):
-                hook.attach(ModelCopies(self.models))
-        super().bind(state)
+    def copies(self) -> Any:
+        """What an average makes its model from."""
+        return ModelCopies(self.models)
 
 
 def _read_only(column: Any) -> Any:

@@ -25,6 +25,10 @@ def train(example: str, folder: Path, *overrides: str, timeout: int = 600) -> di
 SMALL = {
     "digits.yaml": ["train.n_epochs=2", "model.net.hidden_dims=[16]"],
     "digits_conv.yaml": ["train.n_epochs=1", "model.net.channels=[4]", "model.net.hidden_dims=[8]"],
+    "hooks.yaml": [
+        "train.n_epochs=2", "model.net.hidden_dims=[16]",
+        "hooks.3.warmup=4", "hooks.5.epoch_interval=1", "hooks.5.keep_last=1",
+    ],
     "text_lm.yaml": [
         "train.max_steps=4", "model.net.d_model=16", "model.net.n_layers=1",
         *(f"data.{split}.{size}" for split in ("train", "val") for size in ("max_bytes=20000", "context_length=16")),
@@ -41,9 +45,22 @@ def test_small_form_finishes(example: str, tmp_path: Path) -> None:
     assert (tmp_path / result["run_dir"] / "checkpoints" / "LAST").is_file()
 
 
+def test_hooks_leave_their_checkpoint(tmp_path: Path) -> None:
+    """The policies take part in the update, and the tag that retention keeps is there."""
+    result = train("hooks.yaml", tmp_path, *SMALL["hooks.yaml"])
+    names = {path.name for path in (tmp_path / result["run_dir"] / "checkpoints").iterdir()}
+    assert {"epoch_2", "LAST"} <= names
+    assert "epoch_1" not in names
+
+
 @pytest.mark.slow
 def test_digits_reaches_its_accuracy(tmp_path: Path) -> None:
     assert train("digits.yaml", tmp_path)["test"]["accuracy"] >= 0.96
+
+
+@pytest.mark.slow
+def test_hooks_reach_their_accuracy(tmp_path: Path) -> None:
+    assert train("hooks.yaml", tmp_path)["test"]["accuracy"] >= 0.96
 
 
 @pytest.mark.slow
