@@ -84,7 +84,7 @@ def test_donated_buffers_do_not_reach_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("devices", "target"), [(4, 1), (1, 4), (4, 0), (2, 4)])
 def test_any_number_of_devices(tmp_path: Path, devices: int, target: int) -> None:
-    """case:I08 saved over `devices`, loaded on another number, or as numpy (0): the same values."""
+    """case:I08 nvalchemi:125 saved over `devices`, loaded on another number, or as numpy (0): the same values."""
 
     def sharding(count: int) -> NamedSharding:
         return NamedSharding(Mesh(np.asarray(jax.devices()[:count]), ("x",)), PartitionSpec("x"))
