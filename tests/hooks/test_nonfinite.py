@@ -41,7 +41,7 @@ def test_moments_do_not_see_what_is_dropped() -> None:
 
 
 def test_after_the_limit_the_run_stops_and_nothing_is_applied() -> None:
-    """case:C03 N7 (limit 2: the third in a row stops it; what comes after is not applied)"""
+    """case:C03 pipekit:N7 (limit 2: the third in a row stops it; what comes after is not applied)"""
     toy = Toy(SkipNonFinite(2), w=0.0, slope=True)
     toy.trace([-1, NAN, NAN, NAN, NAN, NAN, -1])
     with pytest.raises(VetoError, match="SkipNonFinite rejected update 2 .microbatch 3., too many in a row"):

@@ -61,13 +61,13 @@ def test_dtype_objects_of_torch() -> None:
 
 @pytest.mark.parametrize("value", ["fp8", "float64", "fp64", jnp.float64, np.float64, "", None, 16, "float8_e4m3fn"])
 def test_other_types_are_refused_with_the_three(value) -> None:
-    """nvalchemi:71 N10"""
+    """nvalchemi:71 pipekit:N10"""
     with pytest.raises(ValueError, match="float32, bfloat16, float16.*fp32, bf16, fp16"):
         MixedPrecisionHook(value)
 
 
 def test_the_precision_must_be_given() -> None:
-    """nvalchemi:71 N10"""
+    """nvalchemi:71 pipekit:N10"""
     with pytest.raises(ValueError, match="MixedPrecisionHook.precision"):
         MixedPrecisionHook()  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="unknown key 'dtype'"):
@@ -77,7 +77,7 @@ def test_the_precision_must_be_given() -> None:
 
 
 def test_two_at_most_one() -> None:
-    """nvalchemi:72 N10 (the orchestrator that a run makes of its hooks)"""
+    """nvalchemi:72 pipekit:N10 (the orchestrator that a run makes of its hooks)"""
     with pytest.raises(HookError, match="at most one MixedPrecisionHook takes part") as error:
         TrainingUpdateOrchestrator(MixedPrecisionHook("bf16"), MixedPrecisionHook("fp16"))
     assert isinstance(error.value, ValueError)
@@ -162,7 +162,7 @@ def test_an_overflow_changes_nothing_but_the_scale() -> None:
 
 
 def test_the_scale_doubles_at_the_nth_good_update() -> None:
-    """nvalchemi:79 N9 (not one later, as flax's DynamicScale does)"""
+    """nvalchemi:79 pipekit:N9 (not one later, as flax's DynamicScale does)"""
     mixed = fp16(interval=3)
     toy = Toy(mixed)
     found = []
@@ -304,7 +304,7 @@ def test_the_scale_never_reaches_zero() -> None:
 
 
 def test_a_tiny_gradient_survives_by_its_scale() -> None:
-    """N9 (a gradient of 1e-8 is 0 in float16, and comes through with a scale of 2^15)"""
+    """pipekit:N9 (a gradient of 1e-8 is 0 in float16, and comes through with a scale of 2^15)"""
 
     def forward(params, model_state, batch, key, train):
         x = batch["x"].astype(jnp.float16) * jnp.float16(2.0**-12)
@@ -368,7 +368,7 @@ def fitted(precision: str, *more, steps: int = 200) -> tuple[float, Toy]:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_training_in_16_bits_fits_as_well(precision) -> None:
-    """nvalchemi:74 N8 (parameters, moments and losses float32; the error at most 5% above float32's)"""
+    """nvalchemi:74 pipekit:N8 (parameters, moments and losses float32; the error at most 5% above float32's)"""
     exact, _ = fitted("float32")
     error, toy = fitted(precision)
     assert error < 1.05 * exact

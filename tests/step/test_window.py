@@ -33,6 +33,18 @@ def test_unequal_valid_counts_in_a_window(kit: Kit) -> None:
     assert records.grad_norm[-1] == pytest.approx(2.0)
 
 
+def test_unequal_valid_counts_over_devices(kit: Kit) -> None:
+    """case:A02 the divisor, 8, counts over window and shards: a mean of four means gives 0.2. Two virtual devices."""
+    data = kit.targets([8, None, None, 0, 0, 0], [0, 0, None, 0, 0, None])  # the first three items are shard 0's
+    programs, carry = kit.toy("target", kit.sgd(0.1), data, accumulate=2)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spread, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axis)) for axis in (("data",), ()))
+    carry.leaves = jax.device_put(carry.leaves, whole)
+    sharded = [jax.device_put(batch, spread) for batch in data]
+    assert kit.run(programs, carry, sharded) == [pytest.approx(0.1)]
+    assert {float(part.data) for part in programs.state(carry).params["w"].addressable_shards} == {np.float32(0.1)}
+
+
 def test_microbatch_without_targets_changes_nothing(kit: Kit) -> None:
     """case:A03 (a) an empty microbatch neither halves the update nor divides by zero."""
     data = kit.targets([4, 0], [None, None])
