@@ -293,7 +293,7 @@ class FlaxEngine:
         if name == "models":
             return {"main": self.trained(state)}
         if name == "grad_scaler":
-            scaling = [hook for hook in self.hooks.update if hasattr(hook, "loss_scale")] if self.hooks else []
+            scaling = [hook for hook in self.hooks.update if getattr(hook, "scaling", False)] if self.hooks else []
             return self.slot(state, scaling[0]) if scaling else None
         train = self.programs.state(state)
         held = {
