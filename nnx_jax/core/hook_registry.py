@@ -20,6 +20,9 @@ from nnx_jax.core.hooks import (
 )
 from nnx_jax.core.stages import REPLACEMENT_STAGES, TrainingStage
 
+NEEDS = ("gradients", "params", "predictions")
+"""What a host hook sees only if it names it in `needs`."""
+
 
 class HookRegistry:
     """An ordered list of hooks: host hooks, traced hooks, and one orchestrator for all update hooks.
@@ -41,6 +44,8 @@ class HookRegistry:
         self.owner = owner
         self._entries: tuple[Any, ...] = ()
         self._explicit: tuple[TrainingUpdateOrchestrator, ...] = ()
+        if not isinstance(hooks, Iterable):
+            raise HookTypeError(f"hooks is a list of hooks, got {describe(hooks)}")
         self._register([(hook, None) for hook in hooks])
 
     def add(self, hook: Any, stage: TrainingStage | None = None) -> None:
@@ -209,7 +214,7 @@ def _check_place(hook: Any, name: str) -> None:
                 "BEFORE_BATCH and AFTER_OPTIMIZER_STEP, or a host hook"
             )
     else:
-        check_frequency(getattr(hook, "frequency", 1), name)
+        _check_calls(hook, name)
     if stage in REPLACEMENT_STAGES and not claims and not chooses:
         which = stage.name.removeprefix("DO_")
         raise HookError(
@@ -218,15 +223,19 @@ def _check_place(hook: Any, name: str) -> None:
         )
 
 
-def check_frequency(value: Any, name: str) -> int:
-    """The frequency if it is a positive integer.
-
-    Raises:
-        HookError: naming the hook.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise HookError(f"{name}.frequency must be a positive integer, got {value!r}")
-    return value
+def _check_calls(hook: Any, name: str) -> None:
+    """How often a host hook is called, and what it wants to see."""
+    for setting in ("frequency", "cadence_steps", "cadence_epochs"):
+        value = getattr(hook, setting, None)
+        if value is None and setting != "frequency":
+            continue
+        value = getattr(hook, setting, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise HookError(f"{name}.{setting} must be a positive integer, got {value!r}")
+    needs = getattr(hook, "needs", ())
+    unknown = [needs] if isinstance(needs, str) else [need for need in needs if need not in NEEDS]
+    if unknown:
+        raise HookError(f"{name}.needs names {unknown[0]!r}; it is a tuple of some of {', '.join(NEEDS)}")
 
 
 def _check_stage(name: str, stage: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from nnx_jax.core.errors import HookStateError, TraceBoundaryError
+from nnx_jax.core.hook_registry import NEEDS
 from nnx_jax.core.stages import TrainingStage
 
 _FROM = {
@@ -15,9 +16,6 @@ _FROM = {
     "gradients": TrainingStage.AFTER_BACKWARD,
 }
 """From which stage on a microbatch has this value; up to AFTER_BATCH."""
-
-_DECLARED = ("gradients", "params", "predictions")
-"""Values a hook must name in `needs`."""
 
 _LAZY = (
     "batch", "model", "models", "loss", "losses", "predictions", "gradients", "params", "learning_rate", "step_count",
@@ -111,7 +109,7 @@ class HookContext:
     def _fetch(self, name: str) -> Any:
         view: View = self.__dict__["_view"]
         hook, stage = self.__dict__["_hook"], self.__dict__["_stage"]
-        if name in _DECLARED and name not in getattr(hook, "needs", ()):
+        if name in NEEDS and name not in getattr(hook, "needs", ()):
             raise TraceBoundaryError(
                 f"{type(hook).__name__} asks for ctx.{name}, which the step hands out only when it is declared; write "
                 f'needs = ("{name}",) in the class'
@@ -119,7 +117,7 @@ class HookContext:
         if name in ("step_count", "global_step_count"):
             return view.step_count() * (view.world if name == "global_step_count" else 1)
         if name in _FROM and not _FROM[name].value <= stage.value <= TrainingStage.AFTER_BATCH.value:
-            if name in _DECLARED:
+            if name in NEEDS:
                 raise TraceBoundaryError(f"ctx.{name} is there from {_FROM[name].name} on; this is {stage.name}")
             return None
         if name == "model":

@@ -212,6 +212,8 @@ class SessionWatch:
         updates = records.committed.nonzero()[0]
         if len(updates):
             self._last_update = int(records.batch[updates[-1]]) + 1
+        if (orchestrator := self.events.registry.update) is not None:
+            orchestrator.optimizer_step_skipped = not bool(records.committed[-1])  # as of this read
         if records.veto is not None and (said := records.veto[records.veto >= 0]).size:
             self._vetoer = int(said[-1])
 

@@ -71,6 +71,27 @@ def test_frequency_is_a_positive_integer(frequency: Any) -> None:
         HookRegistry([Host(frequency=frequency)])
 
 
+@pytest.mark.parametrize("name", ["cadence_steps", "cadence_epochs"])
+def test_a_cadence_is_a_positive_integer(name: str) -> None:
+    hook = Host()
+    setattr(hook, name, 0)
+    with pytest.raises(HookError, match=rf"Host.{name} must be a positive integer, got 0"):
+        HookRegistry([hook])
+
+
+@pytest.mark.parametrize("needs", [("grads",), "gradients"])
+def test_what_can_be_needed(needs: Any) -> None:
+    hook = Host()
+    hook.needs = needs  # type: ignore[attr-defined]
+    with pytest.raises(HookError, match="Host.needs names '(grads|gradients)'; it is a tuple of"):
+        HookRegistry([hook])
+
+
+def test_a_single_hook_is_no_list() -> None:
+    with pytest.raises(HookTypeError, match="hooks is a list of hooks, got Host"):
+        HookRegistry(Host())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("hook", [Host(None), TracedHook()])
 def test_a_hook_has_a_stage(hook: Any) -> None:
     """nvalchemi:28"""
