@@ -378,7 +378,7 @@ class FlaxEngine:
 
     def _programs(self) -> StepPrograms:
         train = self.spec.train
-        rows = self.n_batches if train.record_every == "batch" else -(-self.n_batches // self.accumulate)
+        rows = self.n_batches if train.record_every == "batch" else -(-self.n_batches // self.accumulate) + self.carries
         return build_step(
             self.pure.forward,
             self.loss,

@@ -16,7 +16,7 @@ from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.hooks import GradientAccumulationHook
 from nnx_jax.runs.run import NNRun
-from tests.e2e.toys import Slope, arrays, column, fit, inputs, only_run, square, weight
+from tests.e2e.toys import Batches, Slope, arrays, column, fit, inputs, only_run, square, weight
 
 RUN, BATCH = (1, 2, 3), (4, 5, 6, 7, 8, 9, 11, 12, 14, 15)
 
@@ -250,6 +250,19 @@ def test_values_of_a_microbatch(tmp_path: Path, dispatch: str) -> None:
     assert list(kept["losses"].values()) == [4.0]
     with pytest.raises(ValueError, match="read-only"):
         kept["x"][0] = 3.0
+
+
+def test_looking_at_the_next_batch_takes_none_away(tmp_path: Path) -> None:
+    """A loader hands out each batch once, also when a hook looks at it before it is used."""
+    one = np.ones((1, 1), np.float32)
+    loader = Batches([(one, 0 * one), (2 * one, 0 * one), (3 * one, 0 * one)])
+    hook = Recorder(
+        Stage.BEFORE_BATCH, Stage.AFTER_BATCH, look=lambda ctx: float(ctx.batch["x"][0, 0]) if ctx.epoch != 1 else None
+    )
+    run = fit(tmp_path, Slope(1.0), square, None, hooks=[hook], train_loader=loader, n_epochs=3, optim={"max_lr": 0.01})
+    assert hook.seen == [1, 1, 2, 2, 3, 3, *[None] * 6, 1, 1, 2, 2, 3, 3]
+    assert loader.served == [0, 1, 2] * 3
+    assert weight(run) == pytest.approx([(0.98 * 0.92 * 0.82) ** 3], rel=1e-5)
 
 
 def test_a_kept_array_lives_on(tmp_path: Path) -> None:

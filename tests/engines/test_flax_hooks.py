@@ -235,3 +235,8 @@ def test_every_executor_gives_the_same(dispatch: str, tmp_path: Path) -> None:
     assert weight(runs, state) == pytest.approx(float(np.prod(1 - 0.2 * x)), abs=1e-6)
     records, _ = runs.read_records(state)
     assert records[-1].step[-1] == 3
+
+
+def test_a_debugging_executor_tells_no_costs() -> None:
+    with pytest.raises(ConfigError, match="train.dispatch: 'staged' compiles no update"):
+        engine(1, dispatch="staged").costs()
