@@ -118,7 +118,7 @@ def test_by_epochs(tmp_path: Path) -> None:
         assert (position["epoch"], position["batch"]) == (number, 0)
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_files_are_complete_after_the_run(tmp_path: Path, given: bool) -> None:
     """nvalchemi:116"""
     hook = CheckpointHook(step_interval=3, async_save=given)
@@ -231,7 +231,7 @@ def test_timing_every_stage_learns_all_the_same(tmp_path: Path, dispatch: Any) -
     assert len(hook.summary()) >= 9
 
 
-@pytest.mark.parametrize("dispatch", ["auto", "staged", "eager"])
+@pytest.mark.parametrize("dispatch", ["auto", "staged", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_batch_has_one_interval(tmp_path: Path, dispatch: Any) -> None:
     """nvalchemi:144"""
     path = tmp_path / "times.csv"
@@ -316,7 +316,7 @@ def test_a_failing_run_closes_the_profile(tmp_path: Path) -> None:
 # Preparing a model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_process_under_ddp_is_the_plain_run(tmp_path: Path, first: bool) -> None:
     """nvalchemi:126 and nvalchemi:130: bit for bit, with MixedPrecisionHook before or after it."""
     mixed = MixedPrecisionHook("bfloat16")
