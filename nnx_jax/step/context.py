@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import TraceBoundaryError
-from nnx_jax.step.gates import Flag, pick
+from nnx_jax.step.gates import Flag, check_loss, pick
 from nnx_jax.step.window import only_if, square_sums
 
 _WHEN = {
@@ -18,6 +18,9 @@ _WHEN = {
     "losses": "from AFTER_LOSS on",
     "grads": "from AFTER_BACKWARD on",
     "micro_grads": "at AFTER_BACKWARD",
+    "zeroed": "from BEFORE_FORWARD on",
+    "kept": "from AFTER_BACKWARD on",
+    "has_rows": "from AFTER_BACKWARD on",
 }
 _ASSIGNABLE = {
     "batch": ("BEFORE_BATCH", "BEFORE_FORWARD"),
@@ -43,16 +46,21 @@ class StepContext:
         losses: "total_loss", and by term `per_component_unweighted`, `per_component_weight`.
         weight: float32 [terms], denominators of this microbatch.
         grads: float32 tree; at AFTER_BACKWARD and BEFORE_OPTIMIZER_STEP the window's gradient so far, divided by the
-            weight seen so far and still multiplied by what DO_BACKWARD multiplied the loss with; at DO_OPTIMIZER_STEP
-            what the update will use.
+            weight seen so far (the sum of the microbatches' means where the accumulation hook says "mean" or "sum")
+            and still multiplied by what DO_BACKWARD multiplied the loss with; at DO_OPTIMIZER_STEP what the update will
+            use.
         micro_grads: this microbatch's part alone, same scale.
         unscaled_grads: `grads` divided by the loss scale.
         state: the hook's own slot.
         batch_count, epoch_step_count, step_count, global_step_count, epoch: int32 scalars before this microbatch.
         window_starts, window_closes: whether it is the first, the last microbatch of an accumulation window.
         window_count, window_size: the microbatch's place in its window, int32 from 1, and a full window's length.
-        stop: bool; a hook that vetoes may set it: the step then updates nothing more, and the host raises VetoError.
-        metrics: float32 scalars by name; "grad_norm" becomes the recorded norm.
+        zeroed: whether the accumulator starts from zero with this microbatch: what BEFORE_BATCH decided.
+        has_rows: bool; some term of the loss has a valid target in this microbatch. From AFTER_BACKWARD on.
+        kept: whether every `keeps_microbatch` let this microbatch into its window. From AFTER_BACKWARD on.
+        scaled: whether a hook multiplies the loss with a scale; a Python bool.
+        stop: bool; set, it is a veto, the step updates nothing more, and the host raises VetoError.
+        metrics: the place to report "grad_norm", the norm before clipping, which the record then shows.
         compute_dtype: dtype of the matrix products.
         rng: a key of this microbatch and this hook.
         xp: the array module, here `jax.numpy`.
@@ -100,7 +108,11 @@ class StepContext:
         owned = name == "grads" and self._stage == "DO_BACKWARD" and name in self.__dict__
         if stages is not None and self._stage not in stages and not owned:
             raise TraceBoundaryError(f"ctx.{name} may be replaced at {', '.join(stages)}; this is {self._stage}")
-        if name in ("grads", "params", "batch", "predictions", "loss"):
+        if name == "params" and not self.__dict__.get("owns"):
+            raise TraceBoundaryError("ctx.params may be replaced by the hook that owns DO_OPTIMIZER_STEP alone")
+        if name == "loss":
+            check_loss(value, self.__dict__.get("hook"), self._stage)
+        elif name in ("grads", "params", "batch", "predictions"):
             _check_like(name, value, self.__dict__.get(name))
         self.__dict__[name] = value
 

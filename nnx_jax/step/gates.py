@@ -53,17 +53,17 @@ def check_flag(value: Any, hook: Any, stage: TrainingStage) -> Flag:
     )
 
 
-def check_loss(value: Any, hook: Any) -> Any:
+def check_loss(value: Any, hook: Any, stage: str = "DO_BACKWARD") -> Any:
     """`value` if it is a float scalar of the step.
 
     Raises:
-        HookTypeError: naming the hook and DO_BACKWARD.
+        HookTypeError: naming the hook and the stage.
     """
     if isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating):
         return value
     found = f"an array of shape {list(value.shape)}" if isinstance(value, jax.Array) else describe(value)
     raise HookTypeError(
-        f"{type(hook).__name__} returned loss = {found} at DO_BACKWARD; return ctx.loss, or a float scalar made of it"
+        f"{type(hook).__name__} returned loss = {found} at {stage}; return ctx.loss, or a float scalar made of it"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -109,22 +110,21 @@ class LocalBody(HookedBody):
             term_value(replace(term, numerator=top, denominator=None if term.denominator is None else bottom))
             for term, top, bottom in zip(terms, tops, total[1], strict=True)
         ]
-        self._show(ctx, loss, total[1], terms, parts)
-        given = ctx.loss
-        changed, slope, slots, metrics = self._slope(ctx, given)
+        show = partial(self._show_in, ctx=ctx, den=total[1], terms=terms, parts=parts)
+        changed, slope = self._slope(ctx, loss, show)
+        values = self.plan.scalars(num, total[1])
         if changed is None:
-            return self.plan.scalars(num, den), 1
-        ctx.enter(slots=slots, metrics=metrics, loss=changed)
-        values = self.plan.scalars(num, den) * slope
+            return values, 1
         first = self.plan.groups[0][0]
         rest = (changed - slope * loss) / self.mesh.size  # every device differentiates it, and they are added
-        weight = 1.0 if self.plan.additive[first] else total[1][first] / (self.plan.weights[first] or 1.0)
-        return values.at[0].add(rest * weight), self._reference(ctx.batch)
+        divided = self.plan.fused or self.plan.additive[first]
+        weight = 1.0 if divided else total[1][first] / (self.plan.weights[first] or 1.0)
+        return (values * slope).at[0].add(rest * weight), self._reference(ctx.batch)
 
-    def after_backward(self, ctx: StepContext, window: Sums, seen: Sums) -> Sums:
+    def after_backward(self, ctx: StepContext, window: Sums, seen: Sums, closes: bool) -> Sums:
         """As the base class, on the reduced sums; what a hook replaced goes to the first device's."""
         reduced = window._replace(grads=_sum(window.grads))
-        found = super().after_backward(ctx, reduced, seen._replace(grads=_sum(seen.grads)))
+        found = super().after_backward(ctx, reduced, seen._replace(grads=_sum(seen.grads)), closes)
         if found is reduced:
             return window
         grads = jax.tree.map(lambda whole, part: jnp.zeros_like(part).at[0].set(whole), found.grads, window.grads)

@@ -47,7 +47,7 @@ def hooked_body(
         def tapped(train: TrainState, batch: Any) -> Any:
             ctx = body.begin(train, batch, closes=True)
             seen, _, _ = body.measured(train, ctx)
-            body.after_backward(ctx, seen, seen)
+            body.after_backward(ctx, seen, seen, closes=True)
             return body.taps(ctx)
 
         body.tapped = shapes(tapped, train, batch)

@@ -110,8 +110,7 @@ class StepPrograms:
         leaves = jax.tree.leaves(train)
         found = dict(zip(leaf_paths(train), (_shaped(leaf) for leaf in leaves), strict=True))
         match_named(found, self.paths, self._like[: self._n])
-        kept = {id(leaf) for leaf in carry.leaves}
-        fresh = [place for place, leaf in enumerate(leaves) if id(leaf) not in kept]
+        fresh = [place for place, leaf in enumerate(leaves) if leaf is not carry.leaves[place]]
         for place, leaf in zip(fresh, own([leaves[place] for place in fresh]), strict=True):
             carry.leaves[place] = leaf
 
@@ -136,7 +135,8 @@ class StepPrograms:
         leaves = match_named({**named, **passing}, self.paths, self._like[: self._n])
         counters = np.asarray(named["counters"])
         blank = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._like[self._n :]]
-        return Carry(own([*leaves, *blank]), int(counters[state.BATCH]), int(counters[state.MICRO]))
+        micro = 0 if self._body.dynamic else int(counters[state.MICRO])
+        return Carry(own([*leaves, *blank]), int(counters[state.BATCH]), micro)
 
     # -- moving it forward
 
@@ -221,8 +221,8 @@ class StepPrograms:
                 f"microbatch {at['batch'] - 1} has {at['invalid']} labels that no class has (update {update}); nothing "
                 "of its window was applied; correct the labels, or give the loss an ignore_index"
             )
-        if at["halt"] == records.HALT_HOOK:
-            hook: Any = self._body.hooks.update[at["veto"]]  # type: ignore[attr-defined]  # only hooks halt this way
+        if at["halt"] >= records.HALT_HOOK:
+            hook: Any = self._body.hooks.update[at["halt"] - records.HALT_HOOK]  # type: ignore[attr-defined]  # only hooks halt this way
             raise VetoError(
                 f"{type(hook).__name__} rejected update {update} (microbatch {at['batch'] - 1}), too many in a row; "
                 "the state is as before it; look at the data and the rate, or raise the hook's max_consecutive"

@@ -16,7 +16,8 @@ CLOSED, COMMITTED, EMPTY, BAD, HALTED = 1, 2, 4, 8, 16
 """Flag bits of a row: it closed a window; that became an update; no valid target; not finite; after a halt."""
 
 HALT_NONFINITE, HALT_INVALID, HALT_CONSECUTIVE, HALT_HOOK = 1, 2, 3, 4
-"""Why the device stopped updating: a non-finite window, invalid labels, too many bad windows in a row, a hook."""
+"""Why the device stopped updating: a non-finite window, invalid labels, too many bad windows in a row; from the last
+on, a hook, whose index among the update hooks is added."""
 
 _INTS = (*COUNTERS, "flags", "halt", "invalid", "bad_batch", "bad_term", "bad_leaf", "veto")
 
