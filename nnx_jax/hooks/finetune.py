@@ -185,7 +185,7 @@ def left_out(hooks: Iterable[Any], names: Iterable[str]) -> tuple[frozenset[str]
     for hook in hooks:
         if isinstance(hook, TrainableParameterHook):
             (frozen if hook.freeze_mode == "requires_grad" else still).update(hook.frozen(every))
-    if not set(every) - frozen - still:
+    if (frozen or still) and not set(every) - frozen - still:
         raise HookError("the TrainableParameterHooks together leave no parameter to train")
     return frozenset(frozen), frozenset(still - frozen)
 

@@ -124,10 +124,13 @@ class StageTimingHook(HookSpec):
         for first, second, seconds in pairs:
             self._intervals.setdefault((first, second), []).append(seconds)
         self._batches += 1
+        shows = self.show_console and self._batches % self.console_frequency == 0
+        if self.log_path is None and not shows:
+            return  # the count of updates may cost a read from the device, and nobody would see it
         rank, step, now = int(ctx.global_rank or 0), int(ctx.step_count), time.perf_counter() - self._since
         if self.log_path is not None:
             self._write([f"{rank},{step},{a.name}->{b.name},{now:.6f},{seconds:.9f}" for a, b, seconds in pairs])
-        if self.show_console and self._batches % self.console_frequency == 0:
+        if shows:
             text = "  ".join(f"{a.name}->{b.name} {1e3 * seconds:.3f} ms" for a, b, seconds in pairs)
             print(f"rank {rank} step {step}  {text}", file=sys.stderr)
 

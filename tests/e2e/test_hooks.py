@@ -14,7 +14,7 @@ from nnx_jax.core.errors import HookStateError, TraceBoundaryError, TraceStateEr
 from nnx_jax.core.hooks import StatefulUpdateHook, TracedHook, TrainingUpdateHook
 from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.engines.flax import FlaxEngine
-from nnx_jax.hooks import GradientAccumulationHook
+from nnx_jax.hooks import EMAHook, GradientAccumulationHook, GradientClipHook, MixedPrecisionHook
 from nnx_jax.runs.run import NNRun
 from tests.e2e.toys import Batches, Slope, arrays, column, fit, inputs, only_run, square, weight
 
@@ -418,7 +418,7 @@ def test_every_hundredth_update_exactly(
 
 
 def test_watching_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvalchemi:152: fifty updates with a logger that keeps arrays and reads none of them."""
+    """nvalchemi:152: fifty updates with bfloat16, a clip, averages, and a logger that keeps arrays and reads none."""
     reads: list[str] = []
     array = type(jax.numpy.zeros(1))
     real, value = array.__array__, array._value  # type: ignore[attr-defined]
@@ -426,7 +426,8 @@ def test_watching_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(array, "_value", property(lambda self: (reads.append("value"), value.fget(self))[1]))
     during: list[int] = []
     logger = Recorder(Stage.AFTER_BATCH, look=lambda ctx: during.append(len(reads)) or (ctx.batch_count, ctx.loss))
-    toy(tmp_path, inputs(*[0.1] * 50), [Counts(), logger])
+    traced = [MixedPrecisionHook("bf16"), GradientClipHook(1.0), EMAHook(decay=0.9)]
+    toy(tmp_path, inputs(*[0.1] * 50), [Counts(), *traced, logger])
     assert len(during) == 50
     assert during[-1] == during[0]
     assert np.isfinite([float(loss) for _, loss in logger.seen]).all()
