@@ -1,4 +1,4 @@
-"""Hooks inside the compiled step: the contract of the four stages, windows, owners, and four executors that agree.
+"""Hooks inside the compiled step: the contract of the four stages, windows, owners, devices.
 
 The toy is the reference's: one weight w0 = 1, prediction w x, loss (w x - t)^2, SGD at 0.1. With x = 1 and t = 0 a step
 multiplies w by 0.8.
@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nnx_jax.core.errors import HookTypeError, StepError, TraceBoundaryError, TraceStateError
 from nnx_jax.core.hooks import StatefulUpdateHook, TracedHook, TrainingUpdateHook
 from nnx_jax.core.stages import TrainingStage as S
 from nnx_jax.objectives.terms import LossTerm
 from nnx_jax.optim.build import make_optimizer
-from nnx_jax.step import build_step, stack_batches
+from nnx_jax.step import build_step
 from nnx_jax.step.plan import HookPlan
 
 SIGNATURE = {name: ((1,), jnp.float32) for name in ("x", "t", "mask")}
@@ -432,43 +429,6 @@ def test_taps_hold_the_last_microbatch_and_are_not_stored() -> None:
     assert not [name for name in toy.programs.named(toy.carry) if "taps" in name]
     again = toy.programs.load_named(toy.programs.named(toy.carry))
     assert float(toy.programs.state(again).params["w"]) == toy.w
-
-
-HOOKS = st.lists(
-    st.one_of(
-        st.sampled_from([1.0, 0.5, 4.0]).map(lambda by: ("scale", by)),
-        st.just(("decay",)),
-        st.lists(st.integers(0, 11), max_size=4).map(lambda at: ("veto", *at)),
-        st.just(("noop",)),
-    ),
-    max_size=3,
-)
-
-
-def made(drawn: Sequence[tuple[Any, ...]], k: int) -> list[Any]:
-    kinds = {"scale": Scale, "decay": Decay, "veto": Veto, "noop": TrainingUpdateHook}
-    hooks = [kinds[name](*args) for name, *args in drawn]
-    return [Window(), *hooks] if k > 1 else hooks
-
-
-@settings(max_examples=12, deadline=None)
-@given(drawn=HOOKS, k=st.sampled_from([1, 1, 2, 3]), xs=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5]), min_size=1, max_size=4))  # fmt: skip # noqa: E501
-def test_four_executors_agree(drawn: list[Any], k: int, xs: list[float]) -> None:
-    """nvalchemi:156: step and span to the bit; staged and eager to float32 rounding."""
-    rows = [row(x, t=0.25, mask=float(x > 0)) for x in xs] * k
-    toys = {name: Toy(*made(drawn, k), k=k) for name in ("step", "span")}
-    toys |= {name: Toy(*made(drawn, k), k=k, executor=name) for name in ("staged", "eager")}
-    for name, toy in toys.items():
-        if name == "span":
-            toy.programs.span_stacked(toy.carry, stack_batches(rows, 12), len(rows))
-        else:
-            toy.run(*rows)
-    leaves = {name: toy.programs.named(toy.carry) for name, toy in toys.items()}
-    for path, want in leaves["step"].items():
-        np.testing.assert_array_equal(leaves["span"][path], want, err_msg=path)
-        for name in ("staged", "eager"):
-            np.testing.assert_allclose(leaves[name][path], want, rtol=1e-5, atol=1e-6, err_msg=f"{name} {path}")
-    assert len({tuple(sorted(toy.counters.items())) for toy in toys.values()}) == 1
 
 
 DEVICES = """
