@@ -1,4 +1,4 @@
-"""What a hook is: the protocols, the update hooks that take part in the step, and the one orchestrator that orders them.
+"""What a hook is: the protocols, the update hooks that take part in the step, the one orchestrator that orders them.
 
 Nothing here knows a framework: update hooks reach arrays only through the context they are given.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
 
 from nnx_jax.core.errors import HookError, HookTypeError
 from nnx_jax.core.stages import REPLACEMENT_STAGES, UPDATE_STAGES, TrainingStage
@@ -85,7 +87,8 @@ class TrainingUpdateHook:
     `proceed` is a bool, or a bool array of the step; so is `will_skip`. Founding document 3, "Stage constraints".
 
     Attributes:
-        priority: 10 accumulation, 20 mixed precision, 30 clipping, 40 spike skipping, 50 averages and the rest.
+        priority: 10 accumulation, 20 mixed precision, 25 what is not finite, 30 clipping, 40 spike skipping, 50
+            averages and the rest.
         exclusive_key: at most one hook of a key takes part.
         screens: it is asked by `keeps_microbatch` about every microbatch.
     """
@@ -128,32 +131,64 @@ class Slot(Protocol):
 
 
 class StatefulUpdateHook(TrainingUpdateHook):
-    """An update hook that keeps state: `init_state` makes it, `ctx.state` reads and replaces it, checkpoints hold it."""
+    """An update hook with state: `init_state` makes it, `ctx.state` reads and replaces it, checkpoints hold it."""
 
     _slot: Slot | None = None
     _pending: Any = None
+    _written: Any = None
 
     def bind(self, slot: Slot) -> None:
-        """Called by the run once the training state exists; hands over a state that was loaded before."""
-        object.__setattr__(self, "_slot", slot)
-        if self._pending is not None:
-            pending, _ = self._pending, object.__setattr__(self, "_pending", None)
-            slot.write(pending)
+        """Called by the run once the training state exists; hands over a state that was loaded since the last run."""
+        pending = self._pending
+        if self._written is not None and not _same(self._held(), self._written):
+            pending = None  # it was loaded during a run, which went on from it
+        if pending is not None:
+            slot.write(self._merged(slot.read(), pending))
+        self._keep(slot, None, None)
 
     def state_dict(self) -> dict[str, Any]:
         """The slot as `{"state": tree}`; empty before the first run."""
-        if self._pending is not None:
-            return {"state": self._pending}
-        return {} if self._slot is None else {"state": self._slot.read()}
+        if self._slot is not None:
+            return {"state": self._slot.read()}
+        return {} if self._pending is None else {"state": self._pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a stored slot back, now or when the next run starts."""
-        if "state" not in state:
-            return
-        if self._slot is None:
-            object.__setattr__(self, "_pending", state["state"])
-        else:
-            self._slot.write(state["state"])
+        """Put a stored slot back: into the run there is, and into the next if this one does not go on."""
+        if "state" in state:
+            self._load(state["state"])
+
+    def _load(self, state: Any) -> None:
+        """Write into the slot there is, and remember for the next one."""
+        slot, held, written = self._slot, self._held(), None
+        if slot is not None and held is not None:
+            slot.write(self._merged(held, state))
+            written = slot.read()
+        self._keep(slot, state, written)
+
+    def _held(self) -> Any:
+        """The slot's state; None without a slot, or where a run that failed took its arrays with it."""
+        try:
+            return None if self._slot is None else self._slot.read()
+        except RuntimeError:
+            return None
+
+    def _merged(self, slot: Any, state: Any) -> Any:
+        """The slot with a loaded state in it."""
+        return state
+
+    def _keep(self, slot: Slot | None, pending: Any, written: Any) -> None:
+        for name, value in (("_slot", slot), ("_pending", pending), ("_written", written)):
+            object.__setattr__(self, name, value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states hold the same values, NaN among them."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 class TrainingUpdateOrchestrator:
@@ -237,7 +272,7 @@ TrainingUpdateHook.__add__ = _compose  # type: ignore[attr-defined]
 
 
 def leave(hooks: Any, error: BaseException | None) -> None:
-    """Exit or close hooks, last first, each whatever the others do; raises the first failure unless `error` is given."""
+    """Exit or close hooks, last first, whatever the others do; raises the first failure unless `error` is given."""
     failures: list[BaseException] = []
     kind, trace = (type(error), error.__traceback__) if error is not None else (None, None)
     for hook in reversed(list(hooks)):

@@ -15,8 +15,9 @@ from nnx_jax.hooks.base import UpdateHookSpec
 class GradientClipHook(UpdateHookSpec):
     """Limits the gradient of an update; the record's gradient norm is the one before.
 
-    It sees the gradient of the whole window, unscaled, and protects against nothing: of a gradient with an infinite
-    element it makes NaN. Add `SkipNonFinite` for that. torch's `clip_grad_norm_` adds 1e-6 to the norm; this does not.
+    It sees the gradient of the whole window, unscaled, and protects against nothing: of an infinite element `max_norm`
+    makes NaN, and `max_value` an ordinary number. Add `SkipNonFinite`, which looks before anything is clipped. torch's
+    `clip_grad_norm_` adds 1e-6 to the norm; this does not.
 
     Attributes:
         max_norm: largest Euclidean norm over all elements; a longer gradient is multiplied by max_norm / norm.

@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from nnx_jax.core.errors import ConfigError, HookError, StepError
-from nnx_jax.core.hooks import Slot
 from nnx_jax.core.registry import register
 from nnx_jax.core.stages import TrainingStage
 from nnx_jax.hooks.base import StatefulHookSpec
@@ -174,20 +173,11 @@ class EMAHook(StatefulHookSpec):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def bind(self, slot: Slot) -> None:
-        """Called by the run once the training state exists; a state that was loaded before goes in now."""
-        object.__setattr__(self, "_slot", slot)
-        if self._pending is not None:
-            pending, _ = self._pending, object.__setattr__(self, "_pending", None)
-            slot.write(self._merged(slot.read(), pending))
-
     def state_dict(self) -> dict[str, Any]:
         """Fields, `num_updates`, and `averaged_model_state` (arrays by name) once there is one."""
         state = {name: getattr(self, name) for name in type(self).model_fields}
-        if self._pending is not None:
-            return {**state, **self._pending}
         if self._slot is None:
-            return state
+            return {**state, **(self._pending or {})}
         slot = self._slot.read()
         state["num_updates"] = int(slot["updates"])
         if int(slot["held"]):
@@ -195,7 +185,7 @@ class EMAHook(StatefulHookSpec):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a stored state, now or when the next run starts.
+        """Continue from a stored state: in the run there is, and in the next if this one does not go on.
 
         Missing fields are not compared, a missing count is kept, and missing averages are none.
 
@@ -209,10 +199,7 @@ class EMAHook(StatefulHookSpec):
                     f"{getattr(self, name)!r} here; build the hook with the checkpoint's value, or start without it"
                 )
         kept = {name: state[name] for name in ("num_updates", "averaged_model_state") if name in state}
-        if self._slot is None:
-            object.__setattr__(self, "_pending", kept)
-        else:
-            self._slot.write(self._merged(self._slot.read(), kept))
+        self._load(kept)
 
     def _merged(self, slot: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """The slot with a stored state in it."""

@@ -184,5 +184,30 @@ def test_state_loaded_before_a_run_goes_into_its_slot() -> None:
     assert hook.state_dict() == {"state": 7}
     hook.load_state_dict({"state": 8})
     assert slot.held == 8
-    hook.bind(Slot())
-    assert hook.state_dict() == {"state": 0}
+
+
+def test_state_loaded_between_two_runs_goes_into_the_next() -> None:
+    """A run that went on from a loaded state has used it up."""
+    hook, first, second, third = StatefulUpdateHook(), Slot(), Slot(), Slot()
+    hook.bind(first)
+    hook.load_state_dict({"state": 7})
+    hook.bind(second)
+    assert (first.held, second.held) == (7, 7)
+    hook.bind(third)
+    assert third.held == 0
+    hook.load_state_dict({"state": 8})
+    third.held = 9  # the run goes on
+    hook.bind(fourth := Slot())
+    assert (third.held, fourth.held, hook.state_dict()) == (9, 0, {"state": 0})
+
+
+def test_the_arrays_of_a_failed_run_are_not_needed() -> None:
+    class Gone(Slot):
+        def read(self) -> Any:
+            raise RuntimeError("Array has been deleted")
+
+    hook, fresh = StatefulUpdateHook(), Slot()
+    hook.bind(Gone())
+    hook.load_state_dict({"state": 7})
+    hook.bind(fresh)
+    assert fresh.held == 7

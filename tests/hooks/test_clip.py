@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from nnx_jax.hooks import GradientAccumulationHook, GradientClipHook, HookSpec, SkipNonFinite
+from nnx_jax.objectives.terms import LossTerm
 from tests.hooks.toy import Toy
+
+
+def roots(outputs, batch):
+    """Loss sqrt(w x), of which the value at 0 is finite and the slope is not."""
+    return (LossTerm("root", jnp.sum(jnp.sqrt(outputs)), jnp.sum(batch["mask"])),)
 
 
 def moved(hook: GradientClipHook, gradient, *more) -> list[float]:
@@ -73,6 +80,21 @@ def test_an_infinite_gradient_needs_another_hook() -> None:
     counters = toy.counters()
     assert (counters["step"], counters["skipped"], counters["batch"]) == (0, 1, 1)
     assert not np.isfinite(toy.programs.read_records(toy.carry).grad_norm[0])
+
+
+def test_clipping_by_value_hides_no_infinity() -> None:
+    """(gradient (inf, 0.5): clipped alone (1, 0.5); what is not finite is looked for before, so nothing moves)"""
+    guard, options = SkipNonFinite(), {"w": [0.0, 1.0], "rate": 1.0, "terms": roots}
+    alone, both = (
+        Toy(GradientClipHook(max_value=1.0), **options),
+        Toy(GradientClipHook(max_value=1.0), guard, **options),
+    )
+    for toy in (alone, both):
+        toy.step([[1.0, 1.0]])
+    assert alone.w == [-1.0, 0.5]
+    assert both.w == [0.0, 1.0]
+    assert both.slot(guard) == {"row": 1, "skips": 1}
+    assert np.isinf(both.programs.read_records(both.carry).grad_norm[0])
 
 
 def test_it_is_a_configuration() -> None:

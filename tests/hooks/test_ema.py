@@ -308,6 +308,25 @@ def test_a_state_loaded_early_waits_for_the_run() -> None:
     assert slot["average"]["w"] == pytest.approx(0.9 * 0.5 + 0.1 * 0.8)
 
 
+def test_a_state_loaded_between_two_runs_goes_into_the_next() -> None:
+    """(a hook that was bound before; a run that went on from the loaded state has used it up)"""
+    stored = {"num_updates": 5, "averaged_model_state": {"w": np.float32(0.5)}}
+    ema = EMAHook(decay=0.9)
+    first, second, third = Toy(ema), Toy(ema), Toy(ema)
+    first.bind(ema)
+    first.trace([1.0] * 2)
+    ema.load_state_dict(stored)
+    second.bind(ema)
+    second.step(1.0)
+    slot = second.slot(ema)
+    assert slot["updates"] == 6
+    assert slot["average"]["w"] == pytest.approx(0.9 * 0.5 + 0.1 * 0.8)
+    ema.load_state_dict(stored)
+    second.step(1.0)
+    third.bind(ema)
+    assert third.slot(ema)["updates"] == 0
+
+
 def test_another_field_is_a_conflict_with_both_values() -> None:
     """nvalchemi:108 nvalchemi:163"""
     with pytest.raises(ValueError, match=r"EMAHook checkpoint conflict: decay is 0.9 in the checkpoint and 0.999 here"):
