@@ -36,9 +36,9 @@ def span_batches(
 ) -> int:
     """Microbatches from `batch` to the target update, where a window ends, or to the epoch's end.
 
-    `open_batches` of the first window were done before.
+    `open_batches` of the first window were done before. At least one, whatever the counters say.
     """
     left = n_batches - batch
     if target is None:
         return left
-    return min(left, (target - step) * accumulate - open_batches)
+    return min(left, max((target - step) * accumulate - open_batches, 1))

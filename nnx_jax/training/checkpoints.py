@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 from flax import nnx
 
 from nnx_jax.core.errors import ConfigError, ResumePointError, RunExistsError
+from nnx_jax.core.hook_registry import describe_hook
+from nnx_jax.engines.hook_plan import described
 from nnx_jax.hooks.checkpoint import CheckpointHook
 from nnx_jax.loop.records import history_columns
 from nnx_jax.nets.build import build_net
@@ -20,11 +23,18 @@ from nnx_jax.runs.address import load_address
 from nnx_jax.runs.resume import ResumePoint, require_same
 from nnx_jax.runs.store import RunStore
 from nnx_jax.step import state as step_state
+from nnx_jax.step.plan import HookPlan
 from nnx_jax.training.models import MAIN, as_models, dotted, put, resolve
 from nnx_jax.training.optimizers import OptimizerConfig, of_model
 
 _FREE = ("slots/", "accum/")
 """Leaves that may be missing in a checkpoint, or only there: of hooks that came or went."""
+
+_OF_ENGINE = ("plateaus", "hooks", "window")
+"""What a recipe knows only of a strategy that trains."""
+
+_STARTS = ("num_updates",)
+"""Settings that only say where a hook begins, and are not compared."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,35 @@ def recipe(strategy: Any) -> dict[str, Any]:
         "num_steps": strategy.num_steps,
         "epoch_step_modifier": strategy.epoch_step_modifier,
         "seed": strategy.seed,
+        "hooks": _hooks(strategy._engine),
+        "window": _window(strategy._engine),
         "plateaus": {name: plateau.state() for name, plateau in _plateaus(strategy).items()},
     }
+
+
+def _hooks(engine: Any) -> dict[str, Any]:
+    """Class and settings of every hook that may have a slot, as they come back from a file."""
+    return {} if engine is None else slot_owners(engine.hooks)
+
+
+def slot_owners(plan: HookPlan | None) -> dict[str, Any]:
+    """Class and all settings of a plan's hooks, by slot."""
+    told = described(plan)
+    for hook in (*plan.update, *plan.traced) if plan is not None else ():
+        fields = getattr(type(hook), "model_fields", {})
+        if (key := plan.key(hook)) in told and fields:  # type: ignore[union-attr]
+            told[key] = {name: getattr(hook, name) for name in fields} | told[key]
+    return json.loads(json.dumps(told, default=repr))
+
+
+def _window(engine: Any) -> dict[str, Any] | None:
+    """What decides how long a window is, as it comes back from a file."""
+    if engine is None:
+        return None
+    hooks = [] if engine.hooks is None else engine.hooks.update
+    found = [describe_hook(hook) for hook in hooks if hook.exclusive_key == "accumulation"]
+    dynamic = "accum/pending" in engine.programs.paths  # hooks decide for each microbatch what is kept
+    return json.loads(json.dumps({"k": engine.accumulate, "hook": found[0] if found else None, "dynamic": dynamic}))
 
 
 def _plateaus(strategy: Any) -> Mapping[str, Any]:
@@ -102,7 +139,7 @@ def _plateaus(strategy: Any) -> Mapping[str, Any]:
 def open_store(strategy: Any, directory: Path) -> RunStore:
     """Open a run directory for writing."""
     directory = directory.expanduser().absolute()
-    state = {"strategy": {name: value for name, value in recipe(strategy).items() if name != "plateaus"}}
+    state = {"strategy": {name: value for name, value in recipe(strategy).items() if name not in _OF_ENGINE}}
     columns = history_columns((), validates=False)
     return RunStore.open(directory.parent, directory.name, state, columns, keep=1)
 
@@ -244,7 +281,12 @@ def revive(engine: Any, found: Loaded) -> Any:
     """The stored state in this engine; slots of hooks that are new stay fresh, those of hooks that went are left.
 
     Plateaus go on where they stood.
+
+    Raises:
+        ResumePointError: (a ValueError) a hook has a stored slot and other settings, or a window is open and its length
+            or its hook is another.
     """
+    same = _check_window(engine, found)
     host = found.point.host["topology"]
     loose = ("recipe", "accumulate")
     stored = {name: value for name, value in host.items() if name not in loose}
@@ -255,11 +297,66 @@ def revive(engine: Any, found: Loaded) -> Any:
         if (name in fresh) != (name in found.arrays) and not name.startswith(_FREE):
             where = "this strategy" if name in fresh else "the checkpoint"
             raise ResumePointError(f"only {where} has {name!r}; nothing was restored")
-    state = engine.restore(carry, {name: found.arrays.get(name, value) for name, value in fresh.items()})
+    kept_slots = stored_slots(found, _hooks(engine), [name for name in fresh if name.startswith("slots/")])
+    left = ("slots/",) if same else _FREE
+    held = {name: value for name, value in found.arrays.items() if not name.startswith(left)} | kept_slots
+    state = engine.restore(carry, {name: held.get(name, value) for name, value in fresh.items()})
     for name, kept in _stored_recipe(found.point).get("plateaus", {}).items():
         if name in engine.plateaus:
             engine.plateaus[name].restore(kept)
     return state
+
+
+def _check_window(engine: Any, found: Loaded) -> bool:
+    """Are windows what they were? One that is open goes on only as it began."""
+    stored, now = _stored_recipe(found.point)["window"], _window(engine)
+    if stored == now:
+        return True
+    done = int(np.asarray(found.arrays["counters"])[step_state.MICRO])
+    if done:
+        raise ResumePointError(f"{done} of {stored['k']} microbatches are open; give k={stored['k']} and the same hook")
+    if bool(found.arrays.get("accum/pending", False)):
+        raise ResumePointError("a hook of the checkpoint keeps a window open; give that hook")
+    return False
+
+
+def stored_slots(found: Loaded, hooks: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The stored leaves of the hooks described here, whole or not at all; nothing of a hook that has none.
+
+    Args:
+        hooks: class and settings by slot, see `engines.hook_plan.described`.
+        names: leaves of the fresh slots, to compare with; None to take what is stored.
+
+    Raises:
+        ResumePointError: (a ValueError) naming both values of a setting that differs.
+    """
+    stored_hooks, kept = _stored_recipe(found.point)["hooks"], {}
+    for key, now in hooks.items():
+        own = {name: value for name, value in found.arrays.items() if name.startswith(f"slots/{key}/")}
+        own |= {name: value for name, value in found.arrays.items() if name == f"slots/{key}"}
+        if not own:
+            continue
+        before, after = _settings(stored_hooks.get(key, {})), _settings(now)
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                raise ResumePointError(
+                    f"{key} checkpoint conflict: {name} is {before.get(name)!r} in the checkpoint and "
+                    f"{after.get(name)!r} here; build the hook with the checkpoint's value, or leave it out"
+                )
+        fresh = {name for name in names or () if name == f"slots/{key}" or name.startswith(f"slots/{key}/")}
+        if names is not None and fresh != set(own):
+            name = sorted(fresh ^ set(own))[0]
+            where = "the checkpoint" if name in own else "this strategy"
+            raise ResumePointError(f"{key} checkpoint conflict: only {where} has {name!r}; nothing was restored")
+        kept |= own
+    return kept
+
+
+def _settings(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a described hook, its class among them."""
+    more = told.get("settings")
+    flat = {**told, **more} if isinstance(more, Mapping) else dict(told)
+    return {name: value for name, value in flat.items() if name != "settings" and name not in _STARTS}
 
 
 def _arguments(point: ResumePoint, given: Mapping[str, Any]) -> dict[str, Any]:
