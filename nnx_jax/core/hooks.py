@@ -272,7 +272,10 @@ TrainingUpdateHook.__add__ = _compose  # type: ignore[attr-defined]
 
 
 def leave(hooks: Any, error: BaseException | None) -> None:
-    """Exit or close hooks, last first, whatever the others do; raises the first failure unless `error` is given."""
+    """Exit or close hooks, last first, whatever the others do.
+
+    Raises the first failure; where `error` is on its way already, every failure becomes a note on it.
+    """
     failures: list[BaseException] = []
     kind, trace = (type(error), error.__traceback__) if error is not None else (None, None)
     for hook in reversed(list(hooks)):
@@ -283,6 +286,8 @@ def leave(hooks: Any, error: BaseException | None) -> None:
                 hook.close()
         except BaseException as failure:
             failures.append(failure)
+    for failure in failures if error is not None else ():
+        error.add_note(f"then also: {type(failure).__name__}: {failure}")
     if failures and error is None:
         for more in failures[1:]:
             failures[0].add_note(f"then also: {type(more).__name__}: {more}")

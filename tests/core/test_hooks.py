@@ -163,6 +163,18 @@ def test_entered_in_order_and_left_in_reverse() -> None:
     assert log == ["exit late", "close", "exit early"]
 
 
+def test_a_failing_exit_is_a_note_on_the_error_on_its_way() -> None:
+    class Sticks(TrainingUpdateHook):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    with pytest.raises(ValueError, match="first") as found, TrainingUpdateOrchestrator(Sticks()):
+        raise ValueError("first")
+    assert found.value.__notes__ == ["then also: OSError: stuck"]
+    with pytest.raises(OSError, match="stuck"), TrainingUpdateOrchestrator(Sticks()):
+        pass
+
+
 def test_its_own_rule_alone_decides() -> None:
     """nvalchemi:31"""
 
