@@ -286,12 +286,13 @@ def leave(hooks: Any, error: BaseException | None) -> None:
                 hook.close()
         except BaseException as failure:
             failures.append(failure)
-    for failure in failures if error is not None else ():
-        error.add_note(f"then also: {type(failure).__name__}: {failure}")
-    if failures and error is None:
-        for more in failures[1:]:
-            failures[0].add_note(f"then also: {type(more).__name__}: {more}")
-        raise failures[0]
+    first = failures.pop(0) if failures and error is None else error
+    if first is None:
+        return
+    for failure in failures:
+        first.add_note(f"then also: {type(failure).__name__}: {failure}")
+    if first is not error:
+        raise first
 
 
 def runs_on(hook: Any, stage: TrainingStage) -> bool:

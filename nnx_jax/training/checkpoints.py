@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError, ResumePointError, RunExistsError
 from nnx_jax.core.hook_registry import describe_hook
 from nnx_jax.engines.hook_plan import described
@@ -115,7 +116,7 @@ def slot_owners(plan: HookPlan | None) -> dict[str, Any]:
         fields = getattr(type(hook), "model_fields", {})
         if (key := plan.key(hook)) in told and fields:  # type: ignore[union-attr]
             told[key] = {name: getattr(hook, name) for name in fields} | told[key]
-    return json.loads(json.dumps(told, default=repr))
+    return codec.parse_json(json.dumps(told, default=repr), source="hooks")
 
 
 def _window(engine: Any) -> dict[str, Any] | None:
@@ -125,7 +126,8 @@ def _window(engine: Any) -> dict[str, Any] | None:
     hooks = [] if engine.hooks is None else engine.hooks.update
     found = [describe_hook(hook) for hook in hooks if hook.exclusive_key == "accumulation"]
     dynamic = "accum/pending" in engine.programs.paths  # hooks decide for each microbatch what is kept
-    return json.loads(json.dumps({"k": engine.accumulate, "hook": found[0] if found else None, "dynamic": dynamic}))
+    window = {"k": engine.accumulate, "hook": found[0] if found else None, "dynamic": dynamic}
+    return codec.parse_json(json.dumps(window), source="window")
 
 
 def _plateaus(strategy: Any) -> Mapping[str, Any]:

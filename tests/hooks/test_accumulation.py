@@ -45,7 +45,7 @@ def test_two_windows_count_microbatches_and_updates_apart() -> None:
 
 
 def test_unequal_counts_equal_one_large_batch() -> None:
-    """nvalchemi:60 case:A01 pipekit:N2 (targets [1], [2, 3, 4] at w=0: one large batch moves by -5 / rate, means by -4)"""
+    """nvalchemi:60 case:A01 pipekit:N2 ([1], [2, 3, 4] at w=0: one large batch moves by -5 / rate, means by -4)"""
     parts: list[tuple[list[float], list[float]]] = [([1.0], [1.0]), ([1.0] * 3, [2.0, 3.0, 4.0])]
 
     def moved(hook: GradientAccumulationHook) -> float:
