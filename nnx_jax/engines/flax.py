@@ -270,6 +270,11 @@ class FlaxEngine:
             if hasattr(hook, "bind") and (slot := self.slot(state, hook)) is not None:
                 hook.bind(slot)
 
+    @property
+    def dynamic(self) -> bool:
+        """Hooks decide batch by batch what is accumulated, so no window has a length that is known here."""
+        return self.programs.dynamic
+
     def copies(self) -> Any:
         """What an average makes its model from."""
         return ModuleCopies(self.module)

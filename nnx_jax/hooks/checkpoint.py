@@ -70,7 +70,7 @@ class CheckpointHook(HookSpec):
         """
         if owner is None:
             return
-        name, chooses = type(owner).__name__, hasattr(owner, "own_store")
+        name, chooses = type(owner).__name__, hasattr(owner, "own_stores")
         if chooses and self.checkpoint_dir is None:
             raise HookError(
                 f"CheckpointHook has no checkpoint_dir, and {name} writes nowhere else; give it a directory"

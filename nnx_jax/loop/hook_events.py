@@ -119,8 +119,8 @@ class HookEvents:
         """Go on where `old` stood with fewer hooks: what it entered stays entered, what is new is entered now."""
         self._depth, self._entered = old._depth, old._entered
         old._depth, old._entered = 0, []
-        held = {id(hook) for hook in self._entered}
-        for hook in self.registry.entries if self._depth else ():
+        held = {id(hook) for entry in self._entered for hook in _single(entry)}
+        for hook in (hook for entry in self.registry.entries for hook in _single(entry)) if self._depth else ():
             if id(hook) not in held:
                 if hasattr(hook, "__enter__"):
                     hook.__enter__()
@@ -236,3 +236,8 @@ def _revived(value: Any) -> Any:
             return raw.reshape(value["shape"]).copy()
         return {name: _revived(item) for name, item in value.items()}
     return [_revived(item) for item in value] if isinstance(value, list) else value
+
+
+def _single(entry: Any) -> tuple[Any, ...]:
+    """The hooks of an entry: those of an orchestrator, which is a new object with every hook it takes in."""
+    return tuple(entry.iter_hooks()) if hasattr(entry, "iter_hooks") else (entry,)

@@ -222,15 +222,17 @@ class SessionWatch:
 
         Raises:
             HookStateError: (a RuntimeError) no update for so long that a run of `max_steps` would never end: ten
-                epochs, but at least 100 windows and at most 10 000.
+                epochs, but at least 100 windows and at most 10 000; 10 000 microbatches where hooks make the windows.
         """
         self.possible, self._before_known = 0, True
         session, engine = self.session, self.session.engine
-        if session.plan.end_epoch is not None:
+        if session.plan.end_epoch is not None or session.plan.max_steps is None:
             return
         idle = engine.batch_count(session.state) - self._last_update
         window = max(engine.accumulate, 1)
-        if idle >= min(max(10 * engine.n_batches, 100 * window), 10_000 * window):
+        # Where a hook decides batch by batch what is kept, a window of its own may be of any length.
+        least = 10_000 if getattr(engine, "dynamic", False) else max(10 * engine.n_batches, 100 * window)
+        if idle >= min(least, 10_000 * window):
             who = (
                 "nothing was left of any window" if self._vetoer is None else f"{engine.hook_name(self._vetoer)} vetoes"
             )

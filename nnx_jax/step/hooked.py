@@ -76,6 +76,8 @@ class HookedBody(HookedForward):
         """The state to begin with: where hooks decide what is kept, without what a dropped window left behind."""
         if not self.dynamic:
             return train
+        # An array even where values are concrete: a Python True says that nothing is ever accumulated.
+        ctx.enter(zeroed=jnp.asarray(ctx.zeroed))
         accum = dict(train.accum)
         dropped = gates.and_(ctx.zeroed, accum["pending"])
         model_state = gates.pick(dropped, accum["entry"], train.model_state)

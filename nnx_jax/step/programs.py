@@ -48,11 +48,13 @@ class StepPrograms:
         watch: compile counts.
         paths: names of the state's leaves in flat order.
         accumulate: microbatches in a full window.
+        dynamic: hooks decide batch by batch what is accumulated; `accumulate` is then 1.
         max_in_flight: calls that may wait on the device before the next one waits for the oldest.
     """
 
     def __init__(self, body: StepBody, init: Any, given: Any, *, max_in_flight: int = 4) -> None:
         self.layout, self.max_in_flight = body.layout, max_in_flight
+        self.dynamic = body.dynamic
         self.accumulate = 1 if body.dynamic else body.accumulate
         self.watch = CompileWatch()
         self._given, self._body = given, body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nnx_jax.core.errors import ConfigError
@@ -120,3 +120,22 @@ def asked(manager: Any, name: str) -> Any:
     """An attribute of a distributed manager, or what its method of that name returns; 0 without either."""
     found = getattr(manager, name, 0)
     return found() if callable(found) else found
+
+
+def checked(hooks: Any) -> list[Any]:
+    if isinstance(hooks, str) or not isinstance(hooks, Iterable):
+        raise ConfigError(f"hooks is {type(hooks).__name__}; give a list")
+    return list(hooks)
+
+
+def count(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} is {value!r}; give a whole number from 1")
+    return value
+
+
+def length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

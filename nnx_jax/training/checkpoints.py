@@ -161,13 +161,13 @@ def open_own_store(strategy: Any) -> RunStore | None:
         return None
     place = named.pop()
     store = open_store(strategy, place)
-    if store.point is not None and strategy.own_store != place:
+    if store.point is not None and place not in strategy.own_stores:
         store.close()
         raise RunExistsError(
             f"{place} holds checkpoints of another training; continue it with TrainingStrategy.load_checkpoint("
             f"{str(place)!r}, hooks=[...]), or choose another directory"
         )
-    strategy.own_store = place
+    strategy.own_stores.add(place)
     return store
 
 
@@ -182,7 +182,7 @@ def save(strategy: Any, root: Path, tag: str | None) -> int:
     session = strategy._session or strategy._begin(strategy.epoch_count, strategy.epoch_step_count, None, None)
     session._read()
     root = root.expanduser().absolute()
-    own = strategy._store if strategy._store is not None and strategy.own_store == root else None
+    own = strategy._store if strategy._store is not None and strategy._store.paths.run == root else None
     store = own or open_store(strategy, root)
     kept, session.plan.store = session.plan.store, store
     try:
@@ -194,7 +194,7 @@ def save(strategy: Any, root: Path, tag: str | None) -> int:
     finally:
         session.plan.store = kept
         if own is None:
-            strategy.own_store = root
+            strategy.own_stores.add(root)
             store.close()
 
 
@@ -264,7 +264,8 @@ def _take(strategy: Any, found: Loaded) -> None:
         "epoch": int(position["epoch"]),
         "epoch_batch": int(position["batch"]),
     }
-    strategy._loaded, strategy.own_store = found, found.point.paths.run
+    strategy._loaded = found
+    strategy.own_stores.add(found.point.paths.run)
 
 
 def put_weights(strategy: Any, found: Loaded) -> None:

@@ -91,9 +91,14 @@ class TrainingStrategy:
         if (num_epochs is None) == (num_steps is None):
             given = "neither is given" if num_steps is None else "both are given"
             raise ConfigError(f"num_epochs and num_steps: {given}; give exactly one")
-        self.num_epochs, self.num_steps = _count("num_epochs", num_epochs), _count("num_steps", num_steps)
+        self.num_epochs, self.num_steps = (
+            building.count("num_epochs", num_epochs),
+            building.count("num_steps", num_steps),
+        )
         if not (isinstance(epoch_step_modifier, int | float) and epoch_step_modifier > 0):
             raise ConfigError(f"epoch_step_modifier is {epoch_step_modifier!r}; give a number above 0")
+        if num_steps is not None and epoch_step_modifier != 1.0:
+            raise ConfigError("epoch_step_modifier is for num_epochs; with num_steps, give the number of steps itself")
         if devices is not None and len(devices) != 1:
             raise ConfigError(f"{len(devices)} devices given; a strategy trains on one")
         self.epoch_step_modifier, self.devices = float(epoch_step_modifier), devices
@@ -123,9 +128,9 @@ class TrainingStrategy:
         self._set_up = self._stale = False
         self._depth = 0
         self._store: Any = None
-        self.own_store: Path | None = None
-        """The directory that this strategy has written to, or was loaded from."""
-        self.registry = HookRegistry(_checked(hooks), owner=self)
+        self.own_stores: set[Path] = set()
+        """The directories that this strategy has written to, or was loaded from."""
+        self.registry = HookRegistry(building.checked(hooks), owner=self)
         self.events = self._new_events()
         self._passes = Passes(self)
 
@@ -192,7 +197,7 @@ class TrainingStrategy:
             DataError: (a ValueError) the loader gives no batch.
             HookStateError: (a RuntimeError) hooks veto every update.
         """
-        length = _length(loader)
+        length = building.length(loader)
         if length is None and self.num_epochs is not None:
             raise ConfigError("num_epochs needs a sized loader, one with __len__; or give num_steps")
         epoch, batch = building.place(self._now(), self._known, length)
@@ -206,9 +211,12 @@ class TrainingStrategy:
             session = self._begin(epoch, batch, end, steps)
             try:
                 session.run()
-            finally:
+            except BaseException as error:
                 self._keep(session)
-                self.sync_models()
+                self._sync_after(error)
+                raise
+            self._keep(session)
+            self.sync_models()
             if self.validation_config is not None:
                 self.validate()
 
@@ -228,7 +236,13 @@ class TrainingStrategy:
                 session = self._begin(self.epoch_count, self.epoch_step_count, None, None)
             feed.push(batch, session.batch)
             watch: Any = session.watch
+            seen = session.step
             watch.one(closes=False)
+            target = session.cadence.next_step(seen)
+            if target is not None and seen + watch.possible >= target:
+                session._read()
+                watch.at_boundary(seen)
+                watch.serve()
             if session.engine.batch_count(self._state) % 256 == 0:
                 session._read()
 
@@ -283,6 +297,9 @@ class TrainingStrategy:
         old, self.events = self.events, self._new_events()
         self.events.take_over(old)
         self._stale = self._engine is not None
+        if self._session is not None:
+            watch: Any = self._session.watch
+            watch.events = self.events
 
     @property
     def hooks(self) -> list[Any]:
@@ -339,11 +356,23 @@ class TrainingStrategy:
         self._depth -= 1
         if self._depth:
             return
+        failure = self._sync_after(error)
         try:
-            self.sync_models()
             self.events.__exit__(kind, error, trace)
         finally:
             self._close_store(kind, error, trace)
+        if failure is not None:
+            raise failure
+
+    def _sync_after(self, error: BaseException | None) -> BaseException | None:
+        """Bring the models up to date; what goes wrong is a note on an error that is on its way, else returned."""
+        try:
+            self.sync_models()
+        except Exception as failure:
+            if error is None:
+                return failure
+            error.add_note(f"then also: the models could not be brought up to date: {failure}")
+        return None
 
     # -- building ----------------------------------------------------------------------------------------------
 
@@ -467,22 +496,3 @@ class TrainingStrategy:
             if self._session is not None:
                 self._session.plan.store = MemoryStore()  # type: ignore[assignment]
             store.__exit__(kind, error, trace)
-
-
-def _checked(hooks: Any) -> list[Any]:
-    if isinstance(hooks, str) or not isinstance(hooks, Iterable):
-        raise ConfigError(f"hooks is {type(hooks).__name__}; give a list")
-    return list(hooks)
-
-
-def _count(name: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} is {value!r}; give a whole number from 1")
-    return value
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -277,7 +277,7 @@ class ValidationLoop:
             config=config,
             model=next(iter(strategy.models.values())) if single else None,
             models=None if single else strategy.models,
-            loss_fn=config.loss_fn or strategy.loss_fn,
+            loss_fn=strategy.loss if config.loss_fn is None else config.loss_fn,
             validation_fn=config.validation_fn or strategy.training_fn,
             precision=strategy.precision,
             step_count=strategy.step_count,

@@ -56,7 +56,7 @@ def test_it_is_a_host_hook_with_state(tmp_path: Path) -> None:
 
 
 def test_there_is_one_place_to_write_to(tmp_path: Path) -> None:
-    model, strategy = SimpleNamespace(), SimpleNamespace(own_store=None)
+    model, strategy = SimpleNamespace(), SimpleNamespace(own_stores=set())
     CheckpointHook(step_interval=1).on_register(model)
     CheckpointHook(tmp_path, step_interval=1).on_register(strategy)
     with pytest.raises(ValueError, match="runs_dir.*leave checkpoint_dir out"):

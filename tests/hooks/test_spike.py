@@ -225,10 +225,11 @@ class Own(TrainingUpdateHook):
         return True, ctx.loss
 
 
-def test_windows_of_another_hook() -> None:
+@pytest.mark.parametrize("executor", ["compiled", "staged", "eager"])
+def test_windows_of_another_hook(executor: str) -> None:
     """(losses 1, 3 | 5, 7: means 2 and 6, of which the running mean with decay 0.5 is 4)"""
     spike = SpikeSkipHook(5.0, 0.5, 2, "loss")
-    toy = Toy(Own(), spike, w=1.0, rate=1e-9, slope=True)
+    toy = Toy(Own(), spike, w=1.0, rate=1e-9, slope=True, executor=executor)
     means = []
     for x in (1, 3, 5, 7):
         toy.step(x)
