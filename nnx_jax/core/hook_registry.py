@@ -17,11 +17,15 @@ from nnx_jax.core.hooks import (
     check_distinct,
     describe,
     owns,
+    runs_on,
 )
 from nnx_jax.core.stages import REPLACEMENT_STAGES, TrainingStage
 
 NEEDS = ("gradients", "params", "predictions")
 """What a host hook sees only if it names it in `needs`."""
+
+_OF_MICROBATCH = ("gradients", "predictions")
+"""What of `NEEDS` is there only while a microbatch is."""
 
 
 class HookRegistry:
@@ -180,6 +184,8 @@ def _check_one(hook: Any, stage: TrainingStage | None, undo: contextlib.ExitStac
     else:
         if stage is not None:
             _check_stage(name, stage)
+            if _fixes_stage(hook):
+                raise HookError(f"{name} decides itself at which stage it is called; register it without stage=")
             before = getattr(hook, "stage", None)
             object.__setattr__(hook, "stage", stage)
             undo.callback(object.__setattr__, hook, "stage", before)
@@ -236,6 +242,24 @@ def _check_calls(hook: Any, name: str) -> None:
     unknown = [needs] if isinstance(needs, str) else [need for need in needs if need not in NEEDS]
     if unknown:
         raise HookError(f"{name}.needs names {unknown[0]!r}; it is a tuple of some of {', '.join(NEEDS)}")
+    inside = [need for need in needs if need in _OF_MICROBATCH]
+    if inside and getattr(hook, "cadence_steps", None):
+        raise HookError(
+            f"{name}.needs names {inside[0]!r}, which only a hook that is called at every microbatch can see; take "
+            "cadence_steps out, and use frequency"
+        )
+    inner = next((stage for stage in TrainingStage if stage.of_batch and runs_on(hook, stage)), None)
+    if inner is not None and getattr(hook, "cadence_epochs", None):
+        raise HookError(
+            f"{name}.cadence_epochs counts finished epochs, so at {inner.name} it would never be called; choose "
+            "AFTER_EPOCH, or cadence_steps"
+        )
+
+
+def _fixes_stage(hook: Any) -> bool:
+    """The class says at which stage its hooks are called, in a way that an object cannot change."""
+    fixed = inspect.getattr_static(type(hook), "stage", None)
+    return isinstance(fixed, property) or "stage" in getattr(type(hook), "__class_vars__", ())
 
 
 def _check_stage(name: str, stage: Any) -> None:

@@ -9,6 +9,7 @@ from nnx_jax.core.errors import HookStateError
 from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.loop.engine import Records, Span
 from nnx_jax.loop.hook_context import HookContext
+from nnx_jax.loop.memory_store import MemoryStore
 
 if TYPE_CHECKING:
     from nnx_jax.loop.hook_events import HookEvents
@@ -175,10 +176,18 @@ class SessionWatch:
         return session.engine.look(session.state, name)
 
     def request(self, what: str, tag: str | None = None, *, retired: Sequence[str] = (), wait: bool = False) -> None:
-        """Note a hook's wish."""
+        """Note a hook's wish.
+
+        Raises:
+            HookStateError: a commit, where there is nothing to commit to.
+        """
         if what == "stop":
             self.session.ctx.should_stop = True
             return
+        if isinstance(self.session.plan.store, MemoryStore):
+            raise HookStateError(
+                "a hook asks for a commit, but this training has no directory; give it a CheckpointHook with one"
+            )
         self.commits.append(tag)
         self.retired += retired
         self.waits |= wait

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.hook_registry import HookRegistry
 from nnx_jax.engines.hook_plan import plan_hooks
@@ -88,8 +90,23 @@ def place(now: Mapping[str, Any], known: bool, length: int | None) -> tuple[int,
 
 def planned(registry: HookRegistry, epochs: int | None, length: int | None) -> int:
     """Updates that so many passes give when nothing is vetoed."""
-    window = [hook.k for hook in registry if getattr(hook, "exclusive_key", "") == "accumulation"]
-    return math.ceil((epochs or 1) * (length or 1) / (window[0] if window else 1))
+    passes, batches = epochs or 1, length or 1
+    window = next((hook for hook in registry if getattr(hook, "exclusive_key", "") == "accumulation"), None)
+    if window is None:
+        return passes * batches
+    if getattr(window, "on_partial", None) == "flush":
+        return passes * math.ceil(batches / window.k)
+    return math.ceil(passes * batches / window.k)
+
+
+def target(strategy: Any, length: int | None) -> tuple[int | None, int | None]:
+    """(epoch to end before, update to end at) of a run over a loader of this length."""
+    if strategy.num_steps is not None:
+        return None, strategy.num_steps
+    if strategy.epoch_step_modifier == 1.0:
+        return strategy.num_epochs, None
+    updates = planned(strategy.registry, strategy.num_epochs, length)
+    return None, math.ceil(updates * strategy.epoch_step_modifier)
 
 
 def training_function(given: Any, single: bool) -> Callable[..., Any]:
@@ -120,6 +137,36 @@ def asked(manager: Any, name: str) -> Any:
     """An attribute of a distributed manager, or what its method of that name returns; 0 without either."""
     found = getattr(manager, name, 0)
     return found() if callable(found) else found
+
+
+def check_devices(devices: Any) -> None:
+    """A strategy trains on the default device; raise ConfigError for any other."""
+    if devices is None:
+        return
+    if len(devices) != 1:
+        raise ConfigError(f"{len(devices)} devices given; a strategy trains on one")
+    default: Any = getattr(jax.config, "jax_default_device", None)
+    if default is None or isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    if devices[0] not in (default, str(default), default.platform):
+        raise ConfigError(
+            f"devices is [{devices[0]}], but a strategy trains on JAX's default device, {default}; leave devices out, "
+            "or set jax_default_device"
+        )
+
+
+def workers(world: int, step: int, everywhere: int | None) -> int:
+    """The number of processes, each of which makes every update.
+
+    Raises:
+        ConfigError: the updates made by all of them together are not that many times those made here.
+    """
+    if everywhere is not None and everywhere != step * world:
+        raise ConfigError(
+            f"global_step_count is {everywhere}, but step_count={step} with {world} processes make {step * world}; "
+            "leave global_step_count out, or give both"
+        )
+    return world
 
 
 def checked(hooks: Any) -> list[Any]:

@@ -355,6 +355,27 @@ def stored_slots(found: Loaded, hooks: Mapping[str, Any], names: Sequence[str] |
     return kept
 
 
+def nested_slots(found: Loaded, plan: HookPlan, params: Mapping[str, Any], model_state: Any) -> dict[str, Any]:
+    """The stored slots of a plan's hooks as they are in a training state, before there is one.
+
+    Raises:
+        ResumePointError: see `stored_slots`.
+    """
+    nested: dict[str, Any] = {}
+    for name, value in stored_slots(found, slot_owners(plan)).items():
+        *path, last = name.split("/")[1:]
+        at = nested
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = value
+    for key, fresh in plan.init(params, model_state).items():  # what is empty has no leaf
+        if isinstance(fresh, Mapping) and key in nested:
+            nested[key] = {part: {} for part, held in fresh.items() if isinstance(held, Mapping) and not held} | nested[
+                key
+            ]
+    return nested
+
+
 def _settings(told: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a described hook, its class among them."""
     more = told.get("settings")
@@ -365,8 +386,9 @@ def _settings(told: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(point: ResumePoint, given: Mapping[str, Any]) -> dict[str, Any]:
     stored = _stored_recipe(point)
     found = dict(given)
-    for name in ("seed", "epoch_step_modifier"):
-        found.setdefault(name, stored[name])
+    found.setdefault("seed", stored["seed"])
+    if found.get("num_steps") is None:
+        found.setdefault("epoch_step_modifier", stored["epoch_step_modifier"])
     if "num_epochs" not in found and "num_steps" not in found:
         found |= {"num_epochs": stored["num_epochs"], "num_steps": stored["num_steps"]}
     if "models" not in found:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from nnx_jax.core.errors import ModelError, NnxError
 from nnx_jax.engines.flax import FlaxEngine, _specs
@@ -179,6 +180,23 @@ class StrategyEngine(FlaxEngine):
             return self.models
         return super().look(state, name)
 
+    def trained(self, state: Carry) -> nnx.Module:
+        """Write copies of the state's weights into the models, and remember them."""
+        module = super().trained(state)
+        self._written = state.batch, _leaves(module)
+        return module
+
+    def take_edits(self, state: Carry) -> None:
+        """Take over weights that were put into the models since they were brought up to date."""
+        if self._written is None or self._written[0] != state.batch:
+            return
+        now = _leaves(self.module)
+        if len(now) != len(self._written[1]) or any(a is not b for a, b in zip(now, self._written[1], strict=True)):
+            self.absorb(state)
+            self._written = state.batch, now
+
+    _written: tuple[int, list[Any]] | None = None
+
     models: Mapping[str, Any] = {}
     recipe: Callable[[], Mapping[str, Any]] = dict
     """Both are set by the strategy."""
@@ -191,6 +209,10 @@ class StrategyEngine(FlaxEngine):
     def copies(self) -> Any:
         """What an average makes its model from."""
         return ModelCopies(self.models)
+
+
+def _leaves(module: nnx.Module) -> list[Any]:
+    return jax.tree.leaves(nnx.state(module))
 
 
 def _read_only(column: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nnx_jax.core.errors import DataError
@@ -37,10 +37,10 @@ class StrategyFeed(LoaderFeed):
         if start and callable(getattr(self._loader, "set_epoch_step", None)):
             if self._told != (epoch, start) or self._opened is None:
                 self._opened, self._begin = None, (epoch, start)
-            iterator = LoaderIterator(self, epoch, 0)
+            iterator = _Pass(self, epoch, 0)
             iterator._next = start  # the loader itself passed over what came before
             return iterator
-        return LoaderIterator(self, epoch, start)
+        return _Pass(self, epoch, start)
 
     def _announce(self, epoch: int) -> None:
         super()._announce(epoch)
@@ -48,6 +48,21 @@ class StrategyFeed(LoaderFeed):
         if callable(skip) and self._begin[0] == epoch and self._begin[1]:
             self._told, self._begin = self._begin, (epoch, 0)
             skip(self._told[1])
+
+
+class _Pass(LoaderIterator):
+    """A pass of a loader; where one without length ends, nobody could know."""
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            loader = self._feed._loader
+            if self._feed.n_batches is None and not isinstance(loader, Iterator):
+                raise DataError(
+                    f"the loader has no length; give it __len__ (epoch {self._epoch} ended after {self._next} batches)"
+                ) from None
+            raise
 
 
 class Pushed:

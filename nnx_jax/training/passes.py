@@ -16,6 +16,7 @@ from nnx_jax.step import state as step_state
 from nnx_jax.step.calls import HookCalls
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.plan import HookPlan
+from nnx_jax.training.checkpoints import nested_slots
 from nnx_jax.training.losses import as_loss
 from nnx_jax.training.models import NamedModels, leaves_of
 from nnx_jax.training.validation import Pass, ValidationConfig, ValidationError, model_source
@@ -45,7 +46,7 @@ class Passes:
         if precision not in self._made:
             self._made[precision] = self._build(config, precision, engine)
         params, model_state, slots, counters = self._live(engine, state)
-        keys = self._averaged(config, engine, slots, params, model_state)
+        keys = self._averaged(config, self._plan(engine), slots, params, model_state)
         bundle = {"model_state": model_state, "slots": slots, "counters": counters}
         return self._made[precision].run(
             params,
@@ -89,12 +90,25 @@ class Passes:
             own, more = leaves_of(key, model)
             params.update(own)
             rest.update(more)
-        return params, rest, {}, jnp.zeros(len(step_state.COUNTERS), jnp.int32)
+        plan, slots = self._plan(None), {}
+        if plan is not None:
+            slots = nested_slots(self.strategy._loaded, plan, params, rest)
+        return params, rest, slots, jnp.zeros(len(step_state.COUNTERS), jnp.int32)
+
+    def _plan(self, engine: Any) -> HookPlan | None:
+        """The hooks whose slots there are: of the step, or of a checkpoint that no step took over yet."""
+        if engine is not None:
+            return engine.hooks
+        if self.strategy._loaded is None:
+            return None
+        registry = self.strategy.registry
+        update = () if registry.update is None else tuple(registry.update.iter_hooks())
+        return HookPlan(update=update, traced=registry.traced, model_keys=tuple(self.strategy.models))
 
     def _averaged(
         self,
         config: ValidationConfig,
-        engine: Any,
+        plan: HookPlan | None,
         slots: Mapping[str, Any],
         params: dict[str, Any],
         rest: dict[str, Any],
@@ -103,10 +117,10 @@ class Passes:
         if config.use_ema == "never":
             return ()
         keys: list[str] = []
-        plan: HookPlan | None = None if engine is None else engine.hooks
         for hook in plan.update if plan is not None else ():
             averages: Any = getattr(hook, "averages", None)
-            found = averages(slots[plan.key(hook)]) if averages is not None and plan is not None else None
+            slot = slots.get(plan.key(hook)) if plan is not None else None
+            found = averages(slot) if averages is not None and slot is not None else None
             if found is not None:
                 params.update(found[0])
                 rest.update(found[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnx_jax.core.errors import HookStateError
 from nnx_jax.core.stages import TrainingStage
 from nnx_jax.loop.lifecycle import Session
 from nnx_jax.loop.monitors import MonitorRecord
@@ -35,6 +36,16 @@ class StrategySession(Session):
         watch: Any = self.watch
         watch.validation = summary
         watch.event(TrainingStage.AFTER_VALIDATION)
+
+    def reach(self) -> None:
+        """After a batch that was handed over: fire the hooks whose cadence it reached; read only where it may have."""
+        watch: Any = self.watch
+        reached = self.step + watch.possible
+        if any(self.cadence.due(every, self.seen, reached) for every in watch.events.cadences):
+            self._read()
+            seen, self.seen = self.seen, self.step
+            watch.at_boundary(seen)
+            watch.serve()
 
     @property
     def finished_epochs(self) -> int:
@@ -77,4 +88,10 @@ class IdleView:
         return dict(self.models) if name == "models" else None
 
     def request(self, what: str, tag: str | None = None, **more: Any) -> None:
-        """Nothing to commit, nothing to stop."""
+        """Nothing to stop.
+
+        Raises:
+            HookStateError: nothing was trained that could be committed.
+        """
+        if what == "commit":
+            raise HookStateError("a hook asks for a commit, but nothing was trained yet; train first")

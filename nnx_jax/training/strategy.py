@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -51,11 +50,11 @@ class TrainingStrategy:
         loss_fn: a loss's name or parameters, a composition, or a function `(predictions, batch)` that returns a scalar
             or LossTerm objects.
         loss_target_assembler: `batch -> columns` added to the batch before the loss sees it.
-        devices: the one device to train on.
+        devices: the one device to train on, which is JAX's default device.
         distributed_manager: counts processes in `global_step_count`.
         validation_config: what to validate on, and when.
         step_count, global_step_count, batch_count, epoch_count, epoch_step_count: where an earlier training ended;
-            `epoch` is another name of `epoch_count`.
+            `epoch` is another name of `epoch_count`; `global_step_count` is `step_count` times the processes.
         seed: of dropout and everything else that is random inside the step.
         dispatch: how updates are sent to the device; "staged" and "eager" run hooks in place, for debugging.
 
@@ -91,16 +90,13 @@ class TrainingStrategy:
         if (num_epochs is None) == (num_steps is None):
             given = "neither is given" if num_steps is None else "both are given"
             raise ConfigError(f"num_epochs and num_steps: {given}; give exactly one")
-        self.num_epochs, self.num_steps = (
-            building.count("num_epochs", num_epochs),
-            building.count("num_steps", num_steps),
-        )
+        self.num_epochs = building.count("num_epochs", num_epochs)
+        self.num_steps = building.count("num_steps", num_steps)
         if not (isinstance(epoch_step_modifier, int | float) and epoch_step_modifier > 0):
             raise ConfigError(f"epoch_step_modifier is {epoch_step_modifier!r}; give a number above 0")
         if num_steps is not None and epoch_step_modifier != 1.0:
             raise ConfigError("epoch_step_modifier is for num_epochs; with num_steps, give the number of steps itself")
-        if devices is not None and len(devices) != 1:
-            raise ConfigError(f"{len(devices)} devices given; a strategy trains on one")
+        building.check_devices(devices)
         self.epoch_step_modifier, self.devices = float(epoch_step_modifier), devices
         self.models, self.single_model, self.sources = checkpoints.build_models(models, seed)
         self.configs = as_configs(optimizer_configs, list(self.models))
@@ -119,7 +115,7 @@ class TrainingStrategy:
         epoch_count = epoch_count if epoch is None else epoch
         self._counts = {"step": step_count, "batch": batch_count, "epoch": epoch_count, "epoch_batch": epoch_step_count}
         world = 1 if distributed_manager is None else building.asked(distributed_manager, "world_size")
-        self.world, self._first_global = int(world), global_step_count
+        self.world = building.workers(int(world), step_count, global_step_count)
         self.training_began = False
         self._engine: StrategyEngine | None = None
         self._session: StrategySession | None = None
@@ -201,7 +197,7 @@ class TrainingStrategy:
         if length is None and self.num_epochs is not None:
             raise ConfigError("num_epochs needs a sized loader, one with __len__; or give num_steps")
         epoch, batch = building.place(self._now(), self._known, length)
-        end, steps = self._target(length)
+        end, steps = building.target(self, length)
         if (steps is not None and self.step_count >= steps) or (end is not None and epoch >= end):
             return
         with self:
@@ -236,13 +232,9 @@ class TrainingStrategy:
                 session = self._begin(self.epoch_count, self.epoch_step_count, None, None)
             feed.push(batch, session.batch)
             watch: Any = session.watch
-            seen = session.step
+            session.plan.store = self._open_store()
             watch.one(closes=False)
-            target = session.cadence.next_step(seen)
-            if target is not None and seen + watch.possible >= target:
-                session._read()
-                watch.at_boundary(seen)
-                watch.serve()
+            session.reach()
             if session.engine.batch_count(self._state) % 256 == 0:
                 session._read()
 
@@ -259,6 +251,7 @@ class TrainingStrategy:
             summary = self._passes.run(self._engine, self._state, self.step_count, self.epoch_count)
             self._note(summary)
             if self._session is not None:
+                self._session.plan.store = self._open_store()
                 self._session.announce(summary)
                 watch: Any = self._session.watch
                 watch.serve()
@@ -299,7 +292,7 @@ class TrainingStrategy:
         self._stale = self._engine is not None
         if self._session is not None:
             watch: Any = self._session.watch
-            watch.events = self.events
+            watch.events, self.events.observe = self.events, old.observe
 
     @property
     def hooks(self) -> list[Any]:
@@ -381,7 +374,9 @@ class TrainingStrategy:
         return HookEvents(self.registry, workflow=self, world=self.world, global_rank=rank)
 
     def _prepare(self) -> None:
-        """SETUP, once, before anything is built from the models."""
+        """SETUP, once, before anything is built from the models; what was done to their weights since is taken over."""
+        if self._engine is not None:
+            self._engine.take_edits(self._state)
         if not self._set_up:
             enable_compile_cache()
             self._set_up = True
@@ -448,8 +443,8 @@ class TrainingStrategy:
             hooks=self.events,
         )
         session = StrategySession(plan)
-        session.strategy = self
-        self._session = session
+        session.strategy, self._session = self, session
+        session.watch.validation = self.last_validation  # type: ignore[union-attr]  # a strategy's session has one
         return session
 
     def _keep(self, session: StrategySession) -> None:
@@ -470,17 +465,6 @@ class TrainingStrategy:
             "epoch": self.epoch_count,
             "epoch_batch": self.epoch_step_count,
         }
-
-    # -- where a run begins and ends ---------------------------------------------------------------------------
-
-    def _target(self, length: int | None) -> tuple[int | None, int | None]:
-        """(epoch to end before, update to end at)."""
-        if self.num_steps is not None:
-            return None, self.num_steps
-        epochs: Any = self.num_epochs
-        if self.epoch_step_modifier == 1.0:
-            return epochs, None
-        return None, math.ceil(building.planned(self.registry, epochs, length) * self.epoch_step_modifier)
 
     # -- the store ---------------------------------------------------------------------------------------------
 

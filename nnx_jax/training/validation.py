@@ -201,8 +201,6 @@ class ValidationLoop:
         validation_fn: Callable[..., Any] | None = None,
         inference_model: Any = None,
         precision: Any = "float32",
-        grad_enabled: bool = True,
-        distributed_manager: Any = None,
         step_count: int = 0,
         epoch: int = 0,
     ) -> None:
@@ -224,7 +222,6 @@ class ValidationLoop:
         self._pass = Pass(self.pure.forward, as_loss(loss_fn if loss_fn is not None else config.loss_fn), config)
         self.inference = inference_model
         self.step_count, self.epoch = step_count, epoch
-        self.distributed_manager, self.grad_enabled = distributed_manager, grad_enabled
         self._open = False
 
     def __enter__(self) -> ValidationLoop:

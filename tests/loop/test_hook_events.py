@@ -189,7 +189,7 @@ class Simulated:
         self.n_batches, self.accumulate, self.in_place, self.state = 10**6, 1, False, None
         self.epoch = self.batch = self.step = 0
         self.cadence = Cadence()
-        self.plan = SimpleNamespace(end_epoch=None)
+        self.plan = SimpleNamespace(end_epoch=None, max_steps=1, store=None)
         self.ctx = SimpleNamespace(deferred=[], should_stop=False)
         self.stop, self._poll = False, lambda done: False
         self.commits: list[int] = []
