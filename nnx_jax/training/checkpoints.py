@@ -370,9 +370,8 @@ def nested_slots(found: Loaded, plan: HookPlan, params: Mapping[str, Any], model
         at[last] = value
     for key, fresh in plan.init(params, model_state).items():  # what is empty has no leaf
         if isinstance(fresh, Mapping) and key in nested:
-            nested[key] = {part: {} for part, held in fresh.items() if isinstance(held, Mapping) and not held} | nested[
-                key
-            ]
+            empty = [part for part, held in fresh.items() if isinstance(held, Mapping) and not held]
+            nested[key] |= {part: {} for part in empty}
     return nested
 
 
