@@ -35,9 +35,6 @@ from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.programs import Carry, StepPrograms
 from nnx_jax.step.state import COUNTERS, own
 
-_MAX_ROWS = 8192
-"""Record rows the device keeps: an epoch of fewer updates is read once."""
-
 WEIGHTS = ("params/", "frozen/", "model_state/")
 """Prefixes of the leaves that are the model; the rest belongs to training."""
 
@@ -62,6 +59,9 @@ class FlaxEngine:
         ModelError: the network does not take the data, or has nothing to train.
         DataError: targets that the loss cannot use.
     """
+
+    most_rows = 8192
+    """Record rows the device keeps: an epoch of fewer updates is read once."""
 
     def __init__(
         self,
@@ -367,11 +367,15 @@ class FlaxEngine:
         except NnxError:
             raise
         except (TypeError, ValueError, AssertionError) as error:
-            shape = f"{batch['x'].dtype}{list(batch['x'].shape)}"
-            raise ModelError(
-                f"{type(self.module).__name__} does not take a batch x of {shape}: {error}; fix the net's input size "
-                "or the data's shape"
-            ) from error
+            raise self._untaken(batch, error) from error
+
+    def _untaken(self, batch: Mapping[str, Any], error: Exception) -> ModelError:
+        """What to say when the model does not take a batch."""
+        shape = f"{batch['x'].dtype}{list(batch['x'].shape)}"
+        return ModelError(
+            f"{type(self.module).__name__} does not take a batch x of {shape}: {error}; fix the net's input size "
+            "or the data's shape"
+        )
 
     def _check_targets(self, outputs: Any) -> None:
         for feed in self.feeds.values():
@@ -399,7 +403,7 @@ class FlaxEngine:
             nonfinite=self.nonfinite,
             max_consecutive=train.max_consecutive_skips,
             record_every=train.record_every,
-            capacity=max(min(rows, _MAX_ROWS), self._rows(1)),
+            capacity=max(min(rows, self.most_rows), self._rows(1)),
             hooks=self.hooks,
             executor=train.dispatch if train.dispatch in CONCRETE else "compiled",
         )

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_jax.core.errors import ModelError, NnxError
-from nnx_jax.engines.flax import FlaxEngine, _specs
+from nnx_jax.core.errors import ModelError
+from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
 from nnx_jax.optim.build import describe
 from nnx_jax.params.run import RunSpec
 from nnx_jax.step import records as step_records
 from nnx_jax.step import state as step_state
 from nnx_jax.step.plan import HookPlan
-from nnx_jax.step.programs import Carry, StepPrograms
+from nnx_jax.step.programs import Carry
 from nnx_jax.training.feed import ENDLESS, Pushed, StrategyFeed
 from nnx_jax.training.losses import StrategyLoss
 from nnx_jax.training.models import ModelCopies, NamedModels
@@ -37,6 +37,8 @@ class StrategyEngine(FlaxEngine):
 
     Windows go on over an epoch's end unless their hook says "flush".
     """
+
+    most_rows = 1024
 
     def __init__(
         self,
@@ -99,26 +101,9 @@ class StrategyEngine(FlaxEngine):
         optimizer, self.plateaus = setup_optimizers(self.configs, params, self.horizon)
         return optimizer
 
-    def _programs(self) -> StepPrograms:
-        kept, self.n_batches = self.n_batches, min(self.n_batches, 1024)  # rows the device keeps between two reads
-        try:
-            return super()._programs()
-        finally:
-            self.n_batches = kept
-
-    def _outputs(self, feed: Any) -> Any:
-        """Shapes of the outputs for this feed's batches, found without computing."""
-        batch = _specs(feed.signature())
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        params = {**self.pure.params, **self.pure.frozen}
-        forward = lambda p, s, b, k: self.pure.forward(p, s, b, k, True)[0]  # noqa: E731
-        try:
-            return jax.eval_shape(forward, params, self.pure.model_state, batch, key)
-        except NnxError:
-            raise
-        except (TypeError, ValueError, AssertionError) as error:
-            columns = ", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in batch.items())
-            raise ModelError(f"training_fn does not take a batch of {columns}: {error}") from error
+    def _untaken(self, batch: Mapping[str, Any], error: Exception) -> ModelError:
+        columns = ", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in batch.items())
+        return ModelError(f"training_fn does not take a batch of {columns}: {error}")
 
     def _check_tail(self) -> None:
         """Batches of a loader are taken as they come."""
