@@ -12,7 +12,7 @@ class NnxError(Exception):
     layer = "nnx_jax"
 
     def __str__(self) -> str:
-        return f"{self.layer}: {super().__str__()}"
+        return f"{self.layer}: {Exception.__str__(self)}"  # KeyError's own would put it in quotes
 
 
 class ConfigError(NnxError, ValueError):

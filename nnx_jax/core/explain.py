@@ -97,7 +97,8 @@ def _problems(cls: type[BaseModel], data: Any, item: Any) -> Iterator[tuple[Path
     elif kind == "value_error":
         cause = context.get("error")
         message = cause.args[0] if isinstance(cause, NnxError) and cause.args else str(cause)
-        yield path, f"got {_shown(value)}; {message}" if _is_scalar(value) else message
+        told = message.startswith("got ")  # a check that is also called by itself names the value
+        yield path, f"got {_shown(value)}; {message}" if _is_scalar(value) and not told else message
     else:
         yield path, f"got {_shown(value)}; {_expectation(kind, context, value, item['msg'])}"
 

@@ -131,8 +131,9 @@ def test_two_models_have_averages_of_their_own() -> None:
 def test_an_unknown_model_is_told(keys, known) -> None:
     """nvalchemi:104"""
     params = {"w": np.float32(0)}
-    with pytest.raises(KeyError, match=f"model_key is 'ghost', but the models are: {known}"):
+    with pytest.raises(KeyError, match=f"model_key is 'ghost', but the models are: {known}") as error:
         EMAHook("ghost").init_slot(params, {}, keys)
+    assert str(error.value).startswith("step: EMAHook.model_key")
     if not keys:
         with pytest.raises(KeyError, match="ghost"):
             Toy(EMAHook("ghost"))

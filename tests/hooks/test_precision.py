@@ -62,8 +62,9 @@ def test_dtype_objects_of_torch() -> None:
 @pytest.mark.parametrize("value", ["fp8", "float64", "fp64", jnp.float64, np.float64, "", None, 16, "float8_e4m3fn"])
 def test_other_types_are_refused_with_the_three(value) -> None:
     """nvalchemi:71 pipekit:N10"""
-    with pytest.raises(ValueError, match="float32, bfloat16, float16.*fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="float32, bfloat16, float16.*fp32, bf16, fp16") as error:
         MixedPrecisionHook(value)
+    assert str(error.value).count("got ") == 1
 
 
 def test_the_precision_must_be_given() -> None:
