@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.step import records, rng, state
+from nnx_jax.step.gates import pick
 from nnx_jax.step.records import RecordLayout
 from nnx_jax.step.state import TrainState, strong
 from nnx_jax.step.window import (
@@ -19,7 +20,6 @@ from nnx_jax.step.window import (
     clip_scale,
     first_bad,
     only_if,
-    select,
     square_sums,
     stack_terms,
     terms_at,
@@ -110,7 +110,7 @@ class StepBody:
         else:
             status = jnp.stack([status[0], halt])
         accum = {**train.accum, "window": added, "last": seen.flat, "invalid": train.accum["invalid"] + invalid}
-        model_state = select(live, model_state, train.model_state)
+        model_state = pick(live, model_state, train.model_state)
         return replace(train, accum=accum, model_state=model_state, counters=counters), rows, status
 
     def last(self, carry: State, batch: Any) -> State:
@@ -193,7 +193,7 @@ class StepBody:
             train,
             params=params,
             opt_state=opt_state,
-            model_state=select(keep, model_state, entry),
+            model_state=pick(keep, model_state, entry),
             counters=counters,
         )
         return closed, records.write(rows, cursor, row), jnp.stack([cursor + 1, halt])

@@ -163,8 +163,6 @@ class StepContext:
 
     def when(self, flag: Flag, make: Callable[[], Any], old: Any) -> Any:
         """`make()` if `flag`, else `old`; nothing is computed where that can be known, or on a CPU."""
-        if isinstance(flag, bool):
-            return make() if flag else old
         return only_if(flag, make, old)
 
 

@@ -19,7 +19,7 @@ from nnx_jax.step.body import open_window, replace
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.forward import HookedForward
 from nnx_jax.step.state import TrainState, strong
-from nnx_jax.step.window import Sums, clip_scale, first_bad, only_if, select, square_sums
+from nnx_jax.step.window import Sums, clip_scale, first_bad, only_if, square_sums
 
 State = Any
 
@@ -235,9 +235,9 @@ class HookedBody(HookedForward):
     def _model_state(self, train: TrainState, new: Any, keep: gates.Flag, live: Any) -> Any:
         """What the forward pass keeps: of an update, else as before the window; where hooks decide, see `entered`."""
         if self.dynamic:
-            return select(live, new, train.model_state)
+            return gates.pick(live, new, train.model_state)
         entry = train.accum["entry"] if self.accumulate > 1 else train.model_state
-        return select(jnp.asarray(keep), new, entry)
+        return gates.pick(keep, new, entry)
 
     def _counted(self, moved: TrainState, ctx: StepContext, keep: Any, bad: Any, open_: Any) -> tuple[Any, Any]:
         """The counters after the microbatch, and bad windows in a row."""
@@ -278,7 +278,7 @@ class HookedBody(HookedForward):
             status = jnp.stack([status[0], halt])
         accum = self._accumulator(train, train.params, model_state, window, ctx, closed=False)
         accum.update(invalid=invalid, last=seen.flat)
-        model_state = select(live, model_state, train.model_state)
+        model_state = gates.pick(live, model_state, train.model_state)
         return replace(train, accum=accum, model_state=model_state, slots=slots), rows, status
 
     def _accumulator(
@@ -335,7 +335,7 @@ class HookedBody(HookedForward):
         owner = self.hooks.owner(Stage.DO_OPTIMIZER_STEP)
         if owner is not None:
             self.calls.call_one(ctx, owner, Stage.DO_OPTIMIZER_STEP)
-            return select(jnp.asarray(keep), strong(ctx.params), train.params), train.opt_state, jnp.float32(0)
+            return gates.pick(keep, strong(ctx.params), train.params), train.opt_state, jnp.float32(0)
         given = ctx.grads
         # What no hook replaced is divided inside, as without hooks, for the same instructions and so the same bits.
         plain = given is ctx.__dict__["divided"]
@@ -351,8 +351,6 @@ class HookedBody(HookedForward):
             return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)))
 
         old = (train.params, train.opt_state, jnp.float32(0))
-        if isinstance(keep, bool):
-            return update() if keep else old
         return only_if(keep, update, old)
 
     def _after(
