@@ -69,7 +69,8 @@ class StepBody:
         key = rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
 
         def scalars(params: dict[str, Any]) -> tuple[jax.Array, Any]:
-            outputs, model_state = self.forward({**train.frozen, **params}, train.model_state, batch, key, True)
+            with jax.named_scope("FORWARD"):
+                outputs, model_state = self.forward({**train.frozen, **params}, train.model_state, batch, key, True)
             at = train.counters
             terms = terms_at(self.terms, at[state.STEP], at[state.EPOCH])(outputs, batch)
             num, den = stack_terms(terms, self.plan)
@@ -81,7 +82,8 @@ class StepBody:
 
         values, pull, (num, den, metrics, model_state, invalid) = jax.vjp(scalars, train.params, has_aux=True)
         one_hot = jnp.eye(len(self.plan.groups), dtype=values.dtype)
-        grads = tuple(float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
+        with jax.named_scope("BACKWARD"):
+            grads = tuple(float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
         term = first_bad(num + den)
         micro = jnp.where(term >= 0, train.counters[state.BATCH], -1)
         return Sums(grads, num, den, metrics, jnp.stack([micro, term, jnp.int32(-1)])), model_state, invalid
@@ -163,6 +165,7 @@ class StepBody:
         empty = self.plan.is_empty(window.den) & ~bad
         keep = (halt == 0) & ~bad & ~empty
 
+        @jax.named_scope("OPTIMIZER_STEP")
         def update() -> tuple[Any, Any, Any]:
             grads, scale = self.plan.combine(window.grads, window.den), clip_scale(norm, self.clip_norm)
             clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)

@@ -234,3 +234,13 @@ def test_what_a_stage_does_not_have_is_refused_by_name() -> None:
 
     with pytest.raises(StepError, match="Counts changed its attribute n"):
         Toy(Counts()).step(1.0)
+
+
+@pytest.mark.parametrize("hooks", [(), (GradientClipHook(1.0),)], ids=["plain", "hooked"])
+def test_parts_of_the_step_have_names_in_traces(hooks: tuple[Any, ...]) -> None:
+    """What a profiler shows: the forward and backward pass, the optimizer, and each hook's stage."""
+    toy = Toy(*hooks)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in toy.columns.items()}
+    text = toy.programs.lower("apply", batch).compile().as_text()
+    for name in ("FORWARD", "BACKWARD", "OPTIMIZER_STEP", *(["DO_OPTIMIZER_STEP"] if hooks else [])):
+        assert f"/{name}/" in text or f"({name})/" in text, name
