@@ -10,6 +10,7 @@ from typing import Any
 import nnx_jax.data  # noqa: F401  # registers the built-in datasets
 from nnx_jax.core.codec import load_yaml_with_lines
 from nnx_jax.core.errors import ConfigError, UnsafePathError
+from nnx_jax.core.precision import enable_float64
 from nnx_jax.core.registry import allow_imports
 from nnx_jax.hooks import register_builtin
 from nnx_jax.params.overrides import apply_overrides
@@ -17,7 +18,11 @@ from nnx_jax.params.run import RunSpec
 
 
 def load_config(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str] = (), *, allow_code: bool = True
+    path: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    allow_code: bool = True,
+    enable: bool = False,
 ) -> RunSpec:
     """Return the run that a YAML file and overrides describe.
 
@@ -26,6 +31,8 @@ def load_config(
         overrides: words such as `train.optim.max_lr=1e-3`, see `params/overrides.py`.
         allow_code: whether modules listed under `imports:` may be imported. Pass False for a file of unknown origin,
             such as the `run.yaml` of a stored run.
+        enable: whether a run in float64 switches JAX's 64-bit numbers on in this process, before those modules are
+            imported. The commands do; a program of your own decides itself.
 
     Raises:
         ConfigError: with file, line and path of every problem, before anything else is touched.
@@ -35,6 +42,8 @@ def load_config(
     data, lines = ({}, {}) if path is None else _read(path)
     if not isinstance(data, dict):
         raise ConfigError(f"holds a {type(data).__name__}; expected a mapping with model, data, train", file=source)
+    if enable and _asks_float64(data, overrides):
+        enable_float64()
     first = [word for word in overrides if word.partition("=")[0].strip() == "imports"]
     modules = apply_overrides(RunSpec, data, first)[0].get("imports") or []
     if modules and not allow_code:
@@ -44,7 +53,41 @@ def load_config(
     if allow_code:
         _load_plugins()
     merged, origins = apply_overrides(RunSpec, data, overrides)
-    return RunSpec.from_state(merged, source=source or "<defaults>", lines=lines, given=origins)
+    spec = RunSpec.from_state(merged, source=source or "<defaults>", lines=lines, given=origins)
+    if enable and spec.precision == "float64":
+        enable_float64()
+    return spec
+
+
+def _asks_float64(data: dict[Any, Any], overrides: Sequence[str]) -> bool:
+    """Whether a file, or an override of the very field, says `precision: float64`."""
+    blocks = ("model", "train", "trainer")
+    named = [word for word in overrides if word.partition("=")[0].strip() in {f"{block}.precision" for block in blocks}]
+    merged = apply_overrides(RunSpec, data, named)[0]
+    found = [merged.get(block) for block in blocks]
+    return any(isinstance(block, dict) and block.get("precision") == "float64" for block in found)
+
+
+def training_block(path: str | os.PathLike[str]) -> str:
+    """Return the key under which a file says how to train: "trainer" with several optimizers, else "train".
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    data = _read(path)[0]
+    return "trainer" if isinstance(data, dict) and "trainer" in data else "train"
+
+
+def backend_of(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> str:
+    """Return the engine that a file and overrides ask for, before anything of the user's is imported.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    words = [word.partition("=")[2].strip() for word in overrides if word.partition("=")[0].strip() == "backend"]
+    data = _read(path)[0]
+    written = data.get("backend", "flax") if isinstance(data, dict) else "flax"
+    return words[-1] if words else str(written)
 
 
 def _load_plugins() -> None:

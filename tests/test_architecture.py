@@ -20,12 +20,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "nnx_jax"
 FLOORS = {
     "core": 1, "params": 2, "data": 3, "nets": 3, "objectives": 3, "optim": 3, "hooks": 3, "step": 4, "spmd": 4,
-    "distributed": 5, "runs": 5, "loop": 6, "engines": 7, "torch": 7, "model": 8, "fit": 8, "trainer": 8,
-    "training_loop": 8, "training": 8, "config": 8, "train": 9, "decisions": 9, "report": 9,
+    "distributed": 7, "runs": 5, "loop": 6, "engines": 7, "fit": 8, "model": 9, "torch": 10, "trainer": 9,
+    "training_loop": 9, "training": 9, "config": 9, "train": 10, "launch": 10, "plan": 10, "search": 11,
+    "decisions": 10, "report": 10, "decide": 11, "testing": 11,
 }  # fmt: skip
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "tensorstore", "torch", "safetensors"}
 FRAMEWORK_FREE = {"core", "params", "data", "runs", "loop", "hooks"}
-EXTRAS = {"equinox", "numpyro", "blackjax", "tensorboardX", "wandb", "sklearn", "scipy", "matplotlib", "torch"}
+EXTRAS = {
+    "equinox", "numpyro", "blackjax", "tensorboardX", "wandb", "sklearn", "scipy", "matplotlib", "torch", "optuna",
+}  # fmt: skip
 ONE_IMPORTER = {
     "orbax": "runs/arrays.py",
     "tensorstore": "runs/arrays.py",
@@ -38,13 +41,18 @@ ONE_IMPORTER = {
     "tomllib": "core/codec.py",
 }
 UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+PICKLING = {
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list", "torch.save", "torch.load",
+}  # fmt: skip
+"""Calls of torch that pickle what they are given, or unpickle what comes; without a dot, whatever is in front."""
 WRITERS = {
     "os.rename", "os.replace", "os.renames", "shutil.move", "shutil.copy", "shutil.copy2", "shutil.copyfile",
     "shutil.copytree", "numpy.save", "numpy.savez", "numpy.savez_compressed", "np.save", "np.savez",
     "np.savez_compressed",
 }  # fmt: skip
 WRITING_METHODS = {"write_text", "write_bytes", "rename", "save_file"}
-COMMANDS = {"train.py", "__main__.py"}  # the files that may print: their standard output is their result
+COMMANDS = {"train.py", "decide.py", "__main__.py"}  # the files that may print: their standard output is their result
 MAX_LINES = 500
 
 
@@ -276,6 +284,21 @@ def no_pickle(tree: Tree) -> list[str]:
     return bad
 
 
+def no_objects(tree: Tree) -> list[str]:
+    """Nothing of torch that pickles what it is given: its files, and its collectives over objects."""
+    bad = []
+    for source, node in tree.nodes():
+        if not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        name = dotted(node) or (node.attr if isinstance(node, ast.Attribute) else "")  # of `group().gather_object`
+        if {name, name.split(".")[-1]} & PICKLING:
+            bad.append(f"{source.path}:{node.lineno}: {name} pickles")
+    for source in tree.sources:
+        named = [found for found in source.imports if {found.name, found.name.split(".")[-1]} & PICKLING]
+        bad += [f"{source.path}:{found.line}: {found.name} pickles" for found in named]
+    return bad
+
+
 def one_purpose(tree: Tree) -> list[str]:
     """Every file says its purpose in its first line and is short enough to have one."""
     bad = []
@@ -312,7 +335,8 @@ def finished(tree: Tree) -> list[str]:
 
 Rule = Callable[[Tree], list[str]]
 RULES: list[Rule] = [
-    floors, circles, framework_free, extras_inside, one_importer, one_writer, no_pickle, one_purpose, finished,
+    floors, circles, framework_free, extras_inside, one_importer, one_writer, no_pickle, no_objects,
+    one_purpose, finished,
 ]  # fmt: skip
 
 
@@ -336,7 +360,7 @@ BROKEN = [
     (floors, {"nets/a.py": "def f():\n    from nnx_jax.optim import b", "optim/b.py": ""}, "nets/a.py:2: floor 3"),
     (floors, {"data/a.py": "from ..step.b import c", "step/b.py": ""}, "data/a.py:1: floor 3 imports nnx_jax.step.b"),
     (floors, {"data/a.py": "from .. import model", "model.py": "", "__init__.py": ""}, "imports nnx_jax.model"),
-    (floors, {"model.py": "import nnx_jax.train", "train.py": ""}, "model.py:1: floor 8 imports nnx_jax.train"),
+    (floors, {"model.py": "import nnx_jax.train", "train.py": ""}, "model.py:1: floor 9 imports nnx_jax.train"),
     (floors, {"core/a.py": "from nnx_jax import NNModel", "__init__.py": ""}, "imports the public facade"),
     (floors, {"__init__.py": "from nnx_jax.core import a", "core/a.py": ""}, "__init__.py:1: imports"),
     (floors, {"misc/a.py": ""}, "misc/a.py: 'misc' is on no floor"),
@@ -366,6 +390,11 @@ BROKEN = [
     (no_pickle, {"core/a.py": "from joblib import load"}, "imports joblib"),
     (no_pickle, {"data/a.py": "np.load(p, allow_pickle=True)"}, "allow_pickle=True"),
     (no_pickle, {"data/a.py": "eval('1')"}, "calls eval"),
+    (no_objects, {"torch/a.py": "import torch.distributed as dist\ndist.all_gather_object(a, b)"}, "a.py:2: dist.all"),
+    (no_objects, {"torch/a.py": "group().broadcast_object_list(a)"}, "broadcast_object_list pickles"),
+    (no_objects, {"torch/a.py": "from torch.distributed import gather_object"}, "distributed.gather_object pickles"),
+    (no_objects, {"torch/a.py": "import torch\ntorch.save(a, p)"}, "torch/a.py:2: torch.save pickles"),
+    (no_objects, {"torch/a.py": "from torch import load"}, "torch.load pickles"),
     (finished, {"core/a.py": "print(1)"}, "core/a.py:1: prints"),
     (finished, {"core/a.py": "# TODO: later"}, "unfinished work"),
     (finished, {"core/a.py": "def f():\n    raise NotImplementedError"}, "not implemented"),
@@ -376,6 +405,7 @@ ALLOWED = [
     {"loop/a.py": "def f():\n    import jax", "step/b.py": "import jax"},
     {"runs/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax"},
     {"runs/a.py": "from . import b", "runs/b.py": "if TYPE_CHECKING:\n    from . import a"},
+    {"torch/a.py": "import torch\nfrom safetensors.torch import load, save\nload(p)\ndist.all_gather(a, b)"},
     {"runs/arrays.py": "def f():\n    import orbax.checkpoint", "core/codec.py": "import json, yaml"},
     {"core/fsio.py": "import os\nos.replace(a, b)\nopen(p, 'wb')"},
     {"runs/a.py": "open(p)\nopen(p, 'rb')\np.open()\nos.open(p, flags)\nStore.open(root, run)\ntext.replace('a', 'w')"},

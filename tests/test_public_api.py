@@ -24,7 +24,7 @@ def test_every_public_name_can_be_imported(name: str) -> None:
 def test_names_are_sorted_and_few() -> None:
     names = [name for name in nnx_jax.__all__ if name != "__version__"]
     assert names == sorted(names, key=str.casefold)
-    assert len(names) == len(set(names)) <= 60
+    assert len(names) == len(set(names)) <= 110  # users of the older library change an import: its names are kept
 
 
 def test_table_all_and_type_checkers_agree() -> None:

@@ -1,6 +1,7 @@
 """Time the trainer against the loop you would have written by hand: same step, same batches, one process, interleaved.
 
     python tools/bench.py [--case NAME] [--json] [--rounds N]
+    python tools/bench.py --peer nnx    # another trainer on the same job; see bench_peer.py
 
 A step case trains through the public `NNModel.train`, with history, progress and one commit an epoch. After each of its
 epochs a callback runs as many steps of a bare loop: a jitted, donated step over a dict of arrays, fed with numpy
@@ -10,7 +11,8 @@ weights, see the same rows in the same order, and must agree on the first loss. 
 epoch of both, which compiles, does not.
 
 The case `hooks` trains with bfloat16, windows of 4 microbatches, clipping, averaged weights and spike skipping, all of
-them hooks of the trainer; its bare loop has the same arithmetic written by hand in two jitted functions.
+them hooks of the trainer; its bare loop has the same arithmetic written by hand in two jitted functions. The case
+`canonical` times steps of `reduction: canonical` beside the fast ones; see bench_canonical.py.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from bare_loops import CLIP, DECAY, FACTOR, MEMORY, RATE, WARMUP, Bare, BareHooks
+from bench_canonical import describe_canonical, time_canonical
+from bench_peer import PEERS, describe_peer, time_peer
 
 
 @dataclass(frozen=True)
@@ -225,11 +229,11 @@ def time_case(name: str, rounds: int | None) -> dict[str, Any]:
     return {
         "case": name,
         "ratio_to_bare": round(ratio, 4),
-        "ratio_quartiles": [round(value, 4) for value in _quartiles(ratios)],
+        "ratio_quartiles": [round(value, 4) for value in quartiles(ratios)],
         "speedup_over_bare": round(1 / ratio, 2),
-        "trainer_ms_per_step": _per_step(ours, steps),
-        "bare_ms_per_step": _per_step(theirs, steps),
-        **({"floor_ms_per_step": _per_step(watch.times["floor"], steps)} if case.bar == "speedup" else {}),
+        "trainer_ms_per_step": per_step(ours, steps),
+        "bare_ms_per_step": per_step(theirs, steps),
+        **({"floor_ms_per_step": per_step(watch.times["floor"], steps)} if case.bar == "speedup" else {}),
         "steps_per_round": steps,
         "programs_compiled": sum(sum(made.watch.compiles.values()) for made in programs),
         "rounds": rounds,
@@ -271,16 +275,18 @@ def _watch_programs(made: list[Any]) -> None:
     StepPrograms.__init__ = init
 
 
-def _quartiles(values: list[float]) -> list[float]:
+def quartiles(values: list[float]) -> list[float]:
+    """[lower, upper]."""
     if len(values) < 2:
         return [values[0], values[0]]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return [first, third]
 
 
-def _per_step(seconds: list[float], steps: int) -> dict[str, Any]:
+def per_step(seconds: list[float], steps: int) -> dict[str, Any]:
+    """Milliseconds a step, of rounds of so many: median and quartiles."""
     scale = 1e3 / steps
-    spread = [round(value * scale, 4) for value in _quartiles(seconds)]
+    spread = [round(value * scale, 4) for value in quartiles(seconds)]
     return {"median": round(statistics.median(seconds) * scale, 4), "quartiles": spread}
 
 
@@ -358,6 +364,8 @@ def _first_rows(case: Case) -> dict[str, Any]:
 def describe(line: dict[str, Any]) -> str:
     """One line for a person."""
     name = line["case"]
+    if name == "canonical":
+        return describe_canonical(line)
     if name == "start":
         text = f"import {line['import_ms']} ms  --help {line['help_s']} s  first step"
         for side in ("trainer", "bare"):
@@ -379,8 +387,9 @@ def describe(line: dict[str, Any]) -> str:
 def main() -> int:
     """Run the cases asked for; exit 0 whatever the numbers are."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    names = [*CASES, "start", "memory"]
+    names = [*CASES, "start", "memory", "canonical"]
     parser.add_argument("--case", action="append", choices=names, help="default: all; repeatable")
+    parser.add_argument("--peer", choices=PEERS, help="another trainer on one job, in place of the cases")
     parser.add_argument("--rounds", type=int, help="measured rounds of each side (default: per case)")
     parser.add_argument("--json", action="store_true", help="one JSON line a case")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -388,8 +397,12 @@ def main() -> int:
     if args.child:
         run_child(args.child[0], args.child[1], int(args.child[2]))
         return 0
+    if args.peer:
+        line = time_peer(args.peer, args.rounds)
+        print(json.dumps(line) if args.json else describe_peer(line), flush=True)
+        return 0
     for name in args.case or names:
-        special = {"start": time_start, "memory": peak_memory}.get(name)
+        special = {"start": time_start, "memory": peak_memory, "canonical": time_canonical}.get(name)
         line = special(args.rounds) if special else time_case(name, args.rounds)
         print(json.dumps(line) if args.json else describe(line), flush=True)
     return 0

@@ -27,9 +27,11 @@ SECTIONS = [
     ("train.optim.param_groups", "NNParamGroupSpec"),
     ("train.scheduler", "NNSchedulerParams"),
     ("train.monitor", "MonitorSpec"),
+    ("trainer", "NNTrainerParams"),
     ("hooks", "hook"),
     ("hooks.schedule", "ProfileSchedule"),
     ("checkpoint", "CheckpointParams"),
+    ("history", "HistoryJournal"),
     ("callbacks", "CallbackParams"),
 ]
 _WORDS = {"string": "text", "boolean": "true, false", "integer": "integer", "number": "number", "array": "list"}

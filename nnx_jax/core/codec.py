@@ -294,6 +294,49 @@ def load_json(path: str | os.PathLike[str], *, limits: Limits = JSON_LIMITS) -> 
     return parse_json(read_bytes(path, limits.bytes), source=os.fspath(path), limits=limits)
 
 
+def parse_json_lines(data: bytes, *, source: str = "<text>") -> list[Any]:
+    """Return the value of every line of a JSON Lines text, as strict as `parse_json` and several times as fast.
+
+    The text may be of any size; a line is limited like a whole JSON text, and an error names the line within the file.
+    """
+    values = []
+    lines = _text_of(data, source, len(data)).split("\n")
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
+        try:
+            if len(line) > JSON_LIMITS.values or line.count("{") + line.count("[") > MAX_DEPTH or "\\u" in line:
+                raise ValueError  # cannot be judged here
+            values.append(_quick_decode(line))
+        except ValueError:
+            reader = _JsonReader("\n" * (number - 1) + line, source, JSON_LIMITS)
+            values.append(reader.document())
+    return values
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _short(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError
+    return int(text)
+
+
+_quick_decode = json.JSONDecoder(
+    object_pairs_hook=_distinct, parse_float=_finite, parse_int=_short, parse_constant=_finite
+).decode
+
+
 class _JsonReader:
     """A small recursive reader: the standard library's says neither line nor path of a duplicate key."""
 

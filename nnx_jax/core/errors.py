@@ -74,6 +74,10 @@ class TraceBoundaryError(StepError, RuntimeError):
     """A hook asked for a value, or changed one, at a place where the step does not hand it out."""
 
 
+class HaltedElsewhere(StepError):
+    """The step halted on every process because another one could not give its rows; that one knows why."""
+
+
 class VetoError(StepError, RuntimeError):
     """A hook rejected too many updates in a row; the state is as before the last of them."""
 
@@ -132,6 +136,20 @@ class ProcessGroupError(NnxError, RuntimeError):
     """The group of processes is missing, incomplete or disagrees."""
 
     layer = "process group"
+
+
+class DistributedFailure(ProcessGroupError):
+    """Another process of the group failed; this one stops with it.
+
+    Attributes:
+        rank: the first process that failed.
+        stage: what was being done.
+        kind, message: class name and text of its own error, which it raises itself.
+    """
+
+    def __init__(self, rank: int, stage: str, kind: str, message: str) -> None:
+        self.rank, self.stage, self.kind, self.message = rank, stage, kind, message
+        super().__init__(f"rank {rank} failed at '{stage}': {kind}: {message}")
 
 
 def nearest(name: object, legal: Iterable[str]) -> str:

@@ -51,9 +51,7 @@ def explain(
         lines: line number of each path in that file.
         given: paths that came from elsewhere, with where (`--set train.seed=x`).
     """
-    found: list[tuple[Path, str]] = []
-    for item in error.errors(include_url=False):
-        found += [problem for problem in _problems(cls, data, item) if problem not in found]
+    found = find_problems(cls, data, error)
     owner = spec_class(cls, (), data) or cls
     located = [_locate(owner, path, message, file, lines or {}, given or {}) for path, message in found]
     if len(located) == 1:
@@ -62,6 +60,14 @@ def explain(
     summary = ConfigError(f"{len(located)} problems:{listed}")
     summary.path, summary.file, summary.line = located[0].path, located[0].file, located[0].line
     return summary
+
+
+def find_problems(cls: type[BaseModel], data: Any, error: ValidationError) -> list[tuple[Path, str]]:
+    """Return (path, message) of every problem that pydantic found in `data` for `cls`, each once."""
+    found: list[tuple[Path, str]] = []
+    for item in error.errors(include_url=False):
+        found += [problem for problem in _problems(cls, data, item) if problem not in found]
+    return found
 
 
 def _locate(

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nnx_jax.core.errors import UnsafePathError
@@ -28,6 +28,7 @@ MAX_FILES = 100_000
 _CHUNK = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9_-])?", re.ASCII)
 _BAD_IN_COMPONENT = re.compile(r"[^\x20-\x7e]|[/\\*?\[\]]")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 _OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a FIFO must not hang the open
 _OPEN_DIR = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
@@ -161,11 +162,12 @@ def _digest_fd(fd: int) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def digest_file(path: PathLike) -> tuple[str, int]:
-    """Return (SHA-256 as 64 hex digits, size in bytes) of a regular file; links are refused."""
-    fd = _open_no_follow(path, _OPEN_READ)
+def digest_file(path: PathLike, *, follow: bool = False) -> tuple[str, int]:
+    """Return (SHA-256 as 64 hex digits, size in bytes) of a regular file; links are refused unless `follow` (see
+    `read_bytes`)."""
+    fd = os.open(path, _OPEN_READ) if follow else _open_no_follow(path, _OPEN_READ)
     try:
-        _check_regular(path, os.fstat(fd))
+        _check_regular(path, os.fstat(fd), links=follow)
         with _naming(path):
             return _digest_fd(fd)
     finally:
@@ -242,8 +244,10 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def atomic_write(path: PathLike, data: bytes, *, mode: int = FILE_MODE) -> None:
+def atomic_write(path: PathLike, data: bytes | Iterable[bytes], *, mode: int = FILE_MODE) -> None:
     """Replace the file by `data`: after a crash at any instant it holds the old bytes or the new ones, never a mix.
+
+    Data given in parts is written part by part, so that a file larger than the memory can be made.
 
     A failure keeps the old bytes and removes the temporary (a kill may strand it as `.<name>.<random>`, never reused).
     NotDurableError: the replace was done, only its directory entry could not be synced.
@@ -257,7 +261,8 @@ def atomic_write(path: PathLike, data: bytes, *, mode: int = FILE_MODE) -> None:
         try:
             try:
                 os.fchmod(fd, mode)  # the umask may have taken bits away
-                _write_all(fd, data)
+                for part in (data,) if isinstance(data, bytes) else data:
+                    _write_all(fd, part)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -274,11 +279,45 @@ def atomic_write(path: PathLike, data: bytes, *, mode: int = FILE_MODE) -> None:
             ) from error
 
 
+def is_temporary(path: PathLike) -> bool:
+    """Return whether the name is one that `atomic_write` gives a temporary; a kill may have stranded it."""
+    return _TEMPORARY.fullmatch(os.path.basename(os.fspath(path))) is not None
+
+
 @contextlib.contextmanager
 def _parent(path: Path) -> Iterator[int]:
     fd = os.open(path.parent, _OPEN_DIR)
     try:
         yield fd
+    finally:
+        os.close(fd)
+
+
+def create_file(path: PathLike, data: bytes) -> None:
+    """Write a new file (0600) without syncing it; `sync_file` and `sync_dir` follow when somebody counts on it.
+
+    FileExistsError when there is one already: it is never written over. A failed write leaves no file.
+    """
+    fd = _open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with _naming(path):
+            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits away
+            _write_all(fd, data)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def sync_file(path: PathLike) -> None:
+    """Make the bytes of an existing regular file survive a power loss."""
+    fd = _open_no_follow(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        _check_regular(path, os.fstat(fd))
+        with _naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -4,6 +4,7 @@ from nnx_jax.data.arrays import ArrayDataset, NpzDataset, as_dataset
 from nnx_jax.data.checks import TAILS, check
 from nnx_jax.data.csv import CsvDataset
 from nnx_jax.data.dataset import ColumnInfo, InMemoryDataset, TrainingDataset
+from nnx_jax.data.deal import DealtLoader, dealt_loader, validation_shard
 from nnx_jax.data.digits import DigitsDataset
 from nnx_jax.data.dtypes import MASK
 from nnx_jax.data.loader import LoaderFeed
@@ -18,6 +19,7 @@ __all__ = [
     "BatchIterator",
     "ColumnInfo",
     "CsvDataset",
+    "DealtLoader",
     "DigitsDataset",
     "Feed",
     "InMemoryDataset",
@@ -28,4 +30,6 @@ __all__ = [
     "as_dataset",
     "check",
     "compare_descriptors",
+    "dealt_loader",
+    "validation_shard",
 ]

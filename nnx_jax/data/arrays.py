@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from nnx_jax.core.errors import ConfigError, DataError
 from nnx_jax.core.hashing import hash_arrays
@@ -24,7 +24,8 @@ class ArrayDataset(InMemoryDataset):
 
     Every array has one entry a row, [N, ...]. Dtypes are settled as in `dtypes.settle` (float64 -> float32, int64 ->
     int32 with a range check, uint8 inputs stay uint8). The values are copied, so that a later change in place cannot
-    make the hash lie. Integer targets [N] are class labels, `n_classes` is `max + 1` unless given.
+    make the hash lie. (Training in float64 takes those of float64 anew, and refuses if they were changed.) Integer
+    targets [N] are class labels, `n_classes` is `max + 1` unless given.
 
     The arrays are not part of `state()`, their digest is: two datasets of equal rows are equal, and a state cannot be
     turned back into rows (`ConfigError`); use `npz` where a YAML file must name the data.
@@ -35,6 +36,8 @@ class ArrayDataset(InMemoryDataset):
 
     digest: str
     n_classes: Classes = None
+    _exact: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _narrow: Any = PrivateAttr(default=None)
 
     def __new__(cls, /, *args: Any, **columns: Any) -> ArrayDataset:
         """Allow the arrays by position, which other specifications do not."""
@@ -54,10 +57,34 @@ class ArrayDataset(InMemoryDataset):
         fields = {"digest": hash_arrays(settled), "n_classes": n_classes}
         super().__init__(**fields)
         self._kept.update(given=settled, digest=self.digest)  # large arrays are hashed once
+        long = {name: np.asarray(value) for name, value in given.items() if settled[name].dtype == np.float32}
+        self._exact = {name: array for name, array in long.items() if array.dtype.itemsize > 4}
 
     def load(self) -> Columns:
         """Return the arrays the constructor was given."""
         return self._kept.pop("given")
+
+    def widened(self, wide: bool = True) -> Self:
+        """See `TrainingDataset.widened`.
+
+        Raises:
+            DataError: an array was changed in place since it was given.
+        """
+        if wide == self._wide:
+            return self
+        if self._narrow is not None:
+            return self._narrow
+        columns = {**self._loaded(), **{n: np.array(c, np.float64, order="C") for n, c in self._exact.items()}}
+        where = type(self).__name__
+        if hash_arrays(settle_columns(columns, where)) != self.digest:
+            raise DataError(
+                f"{where}: an array was changed in place since the dataset was made of it, and float64 takes it as it "
+                "is; make the dataset anew"
+            )
+        other = super().widened(wide)
+        other._set("digest", hash_arrays(columns))
+        other._kept, other._narrow = {"given": columns, "digest": other.digest}, self
+        return other
 
 
 @register("npz")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 from pydantic import PrivateAttr
@@ -39,6 +39,7 @@ class TrainingDataset(Operator):
     """
 
     family: ClassVar[str] = "dataset"
+    _wide: bool = PrivateAttr(default=False)
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -89,6 +90,19 @@ class TrainingDataset(Operator):
         del rng
         return batch
 
+    @property
+    def wide(self) -> bool:
+        """Whether columns of float64 stay so, for training in float64; else they become float32."""
+        return self._wide
+
+    def widened(self, wide: bool = True) -> Self:
+        """Return the same rows with columns of float64 as they are (or narrowed again), under a hash of their own."""
+        if wide == self._wide:
+            return self
+        other = self.model_copy()
+        other._wide = wide
+        return other
+
     def arrays(self) -> Columns | None:
         """Return every column whole, or None when the rows are not in memory (nor could be on the device)."""
         return None
@@ -106,12 +120,24 @@ class TrainingDataset(Operator):
         This default reads every row once. Two datasets with equal rows have equal hashes wherever the rows came from;
         no memory address or path takes part, so the hash is the same in every process.
         """
-        rows = len(self)
-        chunks = [
-            hash_arrays(self.take(np.arange(start, min(start + _HASH_CHUNK, rows))))
-            for start in range(0, rows, _HASH_CHUNK)
-        ]
-        return content_hash({"rows": rows, "chunks": chunks})
+        return hash_rows(self)
+
+
+class HasRows(Protocol):
+    """What can be hashed and dealt: a number of rows, and the rows of every column."""
+
+    def __len__(self) -> int: ...
+    def take(self, indices: np.ndarray) -> Columns: ...
+
+
+def hash_rows(dataset: HasRows) -> str:
+    """Return 64 hex digits of every column's dtype, shape and bytes, in row order; reads every row once."""
+    rows = len(dataset)
+    chunks = [
+        hash_arrays(dataset.take(np.arange(start, min(start + _HASH_CHUNK, rows))))
+        for start in range(0, rows, _HASH_CHUNK)
+    ]
+    return content_hash({"rows": rows, "chunks": chunks})
 
 
 class InMemoryDataset(TrainingDataset):
@@ -127,9 +153,16 @@ class InMemoryDataset(TrainingDataset):
         """Return name -> array [N, ...]; dtypes are settled and lengths compared by the caller."""
         raise NotImplementedError(f"{type(self).__name__} must define load()")
 
+    def widened(self, wide: bool = True) -> Self:
+        """See `TrainingDataset.widened`; the other one is loaded anew."""
+        other = super().widened(wide)
+        if other is not self:
+            other._kept = {}
+        return other
+
     def _loaded(self) -> Columns:
         if "columns" not in self._kept:
-            settled = settle_columns(self.load(), getattr(self, "path", type(self).__name__))
+            settled = settle_columns(self.load(), getattr(self, "path", type(self).__name__), wide=self._wide)
             columns = {name: column.view() for name, column in settled.items()}
             for column in columns.values():
                 column.setflags(write=False)  # the hash would lie after a change in place

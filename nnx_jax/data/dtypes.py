@@ -1,7 +1,8 @@
 """What a column may hold: every array that enters the project is settled here into one of a few dtypes, or refused.
 
-float64 becomes float32, wide whole numbers become int32 when every value fits, inputs of 8 or 16 bits stay as they are
-(the net scales images, and says so), whole-number targets are int32. Text and objects are refused.
+float64 becomes float32 (or stays, for training in float64), wide whole numbers become int32 when every value fits,
+inputs of 8 or 16 bits stay as they are (the net scales images, and says so), whole-number targets are int32. Text and
+objects are refused.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ MASK = "mask"  # the row weight every batch carries: 1.0 for a row of the data, 
 _INT32 = np.iinfo(np.int32)
 
 
-def settle(name: str, value: object, where: str) -> np.ndarray:
+def settle(name: str, value: object, where: str, *, wide: bool = False) -> np.ndarray:
     """Return `value` as an array of a documented dtype.
 
-    * float64 (and longer) -> float32; float16, bfloat16 and float32 stay.
+    * float64 (and longer) -> float32, with `wide` float64; float16, bfloat16 and float32 stay.
     * int64, uint64, uint32 -> int32 when every value fits; int8/16/32 and uint8/16 stay, except in targets.
     * targets (`y`): whole numbers and bool -> int32, so that arithmetic on them cannot wrap.
     * bool inputs stay bool.
@@ -47,7 +48,7 @@ def settle(name: str, value: object, where: str) -> np.ndarray:
             "(object arrays and text are never read: encode them first)"
         )
     if kind == "f" and array.dtype.itemsize > 4:
-        return _to_float32(name, array, where)
+        return array.astype(np.float64, copy=False) if wide else _to_float32(name, array, where)
     target = name == "y"
     if kind in "iu" and (array.dtype.itemsize > 4 or array.dtype == np.uint32 or target):
         return _to_int32(name, array, where)
@@ -80,8 +81,8 @@ def _first(marked: np.ndarray, array: np.ndarray) -> tuple[int, object]:
     return (int(at[0]) if at else 0), array[at].item()
 
 
-def settle_columns(columns: Mapping[str, object], where: str) -> Columns:
-    """Return every column in its documented dtype, all of one length.
+def settle_columns(columns: Mapping[str, object], where: str, *, wide: bool = False) -> Columns:
+    """Return every column in its documented dtype, all of one length; `wide` as of `settle`.
 
     Raises:
         DataError: no column, a reserved name, a column without a row axis, unequal lengths (naming both, with numbers).
@@ -92,7 +93,7 @@ def settle_columns(columns: Mapping[str, object], where: str) -> Columns:
     for name, value in columns.items():
         if not isinstance(name, str) or not name or name == MASK:
             raise DataError(f"{where}: {name!r} cannot be a column's name ({MASK!r} is the row weight the feed adds)")
-        array = settle(name, value, where)
+        array = settle(name, value, where, wide=wide)
         if array.ndim == 0:
             raise DataError(f"{where}: column {name!r} is one value, {array.item()!r}; a column has one entry a row")
         settled[name] = array

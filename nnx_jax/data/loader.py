@@ -26,6 +26,7 @@ class LoaderFeed:
         data_id: a name of the data for the run's identity and for resume; what is in the loader cannot be hashed.
         pad: batches with fewer rows than the first are filled up with copies of their row 0 and weight 0, so that one
             compiled program serves all; False hands them on as they are.
+        wide: columns of float64 stay so, in place of float32.
 
     Raises:
         TypeError: `loader` is not iterable.
@@ -33,13 +34,19 @@ class LoaderFeed:
 
     rows: int | None = None
 
-    def __init__(self, loader: Iterable[Any], *, data_id: str | None = None, pad: bool = True) -> None:
+    def __init__(
+        self, loader: Iterable[Any], *, data_id: str | None = None, pad: bool = True, wide: bool = False
+    ) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(f"a loader gives batches when iterated, found {type(loader).__name__}")
-        self._loader, self.data_id, self.pad = loader, data_id, pad
+        if wide and hasattr(loader, "widened"):
+            loader = loader.widened()  # type: ignore[attr-defined]  # a dealt loader, whose batches are settled already
+        self._loader, self.data_id, self.pad, self.wide = loader, data_id, pad, wide
         self._size: int | None = None  # rows of the first batch ever seen
         self._signature: dict[str, ColumnInfo] | None = None
         self._opened: tuple[int, Iterator[Any], Any] | None = None  # the epoch signature() began, with its first item
+        self.began: Any = None
+        """What was kept of the moment before `signature` began an epoch; nobody here looks at it."""
 
     @property
     def n_batches(self) -> int | None:
@@ -67,6 +74,8 @@ class LoaderFeed:
         The first call begins `epoch`; `batches(epoch)` goes on with what was begun, so each epoch is iterated once.
         Later calls repeat the answer and leave the loader alone: it may be in the middle of an epoch.
         """
+        if self._signature is None and self.partition is not None and self.n_batches == 0:
+            self._signature = dict(self._loader.signature())  # type: ignore[attr-defined]  # a shard without a row
         if self._signature is None:
             source, first = self._open(epoch)
             self._opened = (epoch, source, first)
@@ -74,13 +83,40 @@ class LoaderFeed:
             self._signature = {name: ColumnInfo(value.shape, value.dtype) for name, value in batch.items()}
         return dict(self._signature)
 
+    @property
+    def looked_at(self) -> bool:
+        """`signature` was asked before."""
+        return self._signature is not None
+
+    def forget(self) -> None:
+        """Begin anew the epoch that `signature` began; a one-shot iterator goes on, since it cannot."""
+        if not self.one_shot:
+            self._opened = None
+
     def descriptor(self) -> dict[str, Any]:
-        """Return what a stored position depends on (JSON), as far as a loader tells."""
-        return {"data_id": self.data_id, "n_batches": self.n_batches}
+        """Return what a stored position depends on (JSON), as far as a loader tells; the same in every process."""
+        told = {"n_batches": self.n_batches} if self.partition is None else {"partition": self.partition}
+        return {"data_id": self.data_id} | told
+
+    @property
+    def one_shot(self) -> bool:
+        """The loader is an iterator: what is taken from it is gone."""
+        return isinstance(self._loader, Iterator)
+
+    @property
+    def rank(self) -> int | None:
+        """The process that the loader's rows are dealt to, where it tells."""
+        return getattr(self._loader, "rank", None)
+
+    @property
+    def partition(self) -> dict[str, Any] | None:
+        """How the loader deals its rows to processes (`deal.dealt_loader`); None for one that does not."""
+        found = getattr(self._loader, "partition", None)
+        return dict(found) if isinstance(found, Mapping) else None
 
     def _open(self, epoch: int) -> tuple[Iterator[Any], Any]:
         """Return the epoch's iterator and its first item."""
-        one_shot = isinstance(self._loader, Iterator)
+        one_shot = self.one_shot
         if self._opened is not None and (one_shot or self._opened[0] == epoch):
             _, source, first = self._opened
             self._opened = None
@@ -106,13 +142,14 @@ class LoaderFeed:
     def _batch(self, item: Any, epoch: int, index: int) -> Batch:
         """Return one item of the loader as named columns with a mask."""
         where = f"batch {index} of epoch {epoch}"
-        named = _named(item, where)
-        columns = settle_columns({name: value for name, value in named.items() if name != MASK}, where)
+        named = as_columns(item, where)
+        columns = settle_columns({name: value for name, value in named.items() if name != MASK}, where, wide=self.wide)
         rows = len(next(iter(columns.values())))
         if rows == 0:
             raise DataError(f"{where} has no rows")
         if self._size is None:
-            check_finite(columns, where)  # the first batch only: reading every value of every batch is not free
+            if self.partition is None:
+                check_finite(columns, where)  # the first batch only: reading every value of every batch is not free
             self._size = rows
         mask = np.ones(rows, np.float32)
         if MASK in named:
@@ -133,12 +170,15 @@ class LoaderIterator:
 
     def _seek(self, epoch: int, start: int) -> None:
         source, first = self._feed._open(epoch)
-        waiting: list[Any] = [first]
-        for done in range(start):
-            if waiting:
-                waiting.pop()
-            elif next(source, _END) is _END:
-                raise DataError(f"the loader gave {done} batches in epoch {epoch}; the position asked for is {start}")
+        waiting: list[Any] = [first] if start == 0 else []
+        left = start - 1
+        if hasattr(source, "skip") and left > 0:
+            left -= source.skip(left)  # type: ignore[attr-defined]  # a dealt loader's reads nothing meanwhile
+        while left > 0 and next(source, _END) is not _END:
+            left -= 1
+        if left > 0:
+            given = start - left
+            raise DataError(f"the loader gave {given} batches in epoch {epoch}; the position asked for is {start}")
         self._source, self._waiting, self._epoch, self._next = source, waiting, epoch, start
 
     def __iter__(self) -> Self:
@@ -166,7 +206,8 @@ class LoaderIterator:
 _END = object()
 
 
-def _named(item: Any, where: str) -> Mapping[str, Any]:
+def as_columns(item: Any, where: str) -> Mapping[str, Any]:
+    """Return `(x, y)`, a dict or an array as columns by name; `DataError` for anything else."""
     if isinstance(item, Mapping):
         return item
     if isinstance(item, tuple | list) and len(item) == 2:

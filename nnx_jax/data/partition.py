@@ -8,6 +8,8 @@ which it does not promise for `Generator.permutation`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from nnx_jax.core.errors import DataError
@@ -56,6 +58,34 @@ def validation_rows(rows: int, rank: int, world: int) -> np.ndarray:
     """Return rows `rank::world`, unpadded: each row is scored by exactly one process, and a process may have none."""
     _check_rank(rank, world)
     return np.arange(rank, rows, world)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of every batch that one process holds: some of the equal parts that a batch is cut into.
+
+    Attributes:
+        parts: how many a batch is cut into.
+        mine: numbers of those this process holds, ascending; another process may hold some of them, too.
+        pads: a batch that cannot be cut is filled up; else every process holds all of it.
+    """
+
+    parts: int
+    mine: tuple[int, ...]
+    pads: bool = True
+
+    def full(self, rows: int) -> int | None:
+        """Rows of a batch of `rows` once it is filled up; None for one that stays whole."""
+        full = -(-rows // self.parts) * self.parts
+        return full if full == rows or self.pads else None
+
+    def places(self, rows: int) -> np.ndarray:
+        """Places of this process's rows in a batch of `rows`, int64 [m] in the order of its parts; -1 fills up."""
+        full, places = self.full(rows), np.arange(rows)
+        if full is None:
+            return places
+        filled = np.concatenate([places, np.full(full - rows, -1)])
+        return filled.reshape(self.parts, -1)[list(self.mine)].reshape(-1)
 
 
 def _check_rank(rank: int, world: int) -> None:

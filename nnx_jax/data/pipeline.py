@@ -7,7 +7,8 @@ epochs, and its content does not depend on prefetching or on worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -16,7 +17,7 @@ from nnx_jax.core.errors import DataError
 from nnx_jax.data.checks import check
 from nnx_jax.data.dataset import ColumnInfo, TrainingDataset
 from nnx_jax.data.dtypes import MASK, Columns, settle
-from nnx_jax.data.partition import GENERATOR, batch_table, epoch_order
+from nnx_jax.data.partition import GENERATOR, Share, batch_table, epoch_order
 
 Batch = dict[str, np.ndarray]
 Position = dict[str, int]  # {"epoch", "next"}: the next batch to be delivered; JSON
@@ -115,20 +116,31 @@ class Feed:
         """
         return batch_table(epoch_order(self.rows, self.seed, epoch, shuffle=self.shuffle), self.batch_size, self.tail)
 
-    def batches(self, epoch: int = 0, start: int = 0) -> FeedIterator:
-        """Return a fresh iterator over batches `start`.. of `epoch`; the same rest as one that ran up to there."""
-        return FeedIterator(self, epoch, start)
+    def size(self, index: int) -> int:
+        """Rows of batch `index` of an epoch, with the padding."""
+        short = self.tail == "keep" and index == self.n_batches - 1
+        return (self.rows - 1) % self.batch_size + 1 if short else self.batch_size
+
+    def batches(self, epoch: int = 0, start: int = 0, share: Share | None = None) -> FeedIterator:
+        """Return a fresh iterator over batches `start`.. of `epoch`; the same rest as one that ran up to there.
+
+        Args:
+            share: the rows that are wanted of every batch, one process's of several; only those are gathered. Where
+                the dataset augments, whole batches are gathered, augmented and then cut, so that the union of all
+                processes' rows is what one process would see.
+        """
+        return FeedIterator(self, epoch, start, share)
 
     def arrays(self) -> Columns | None:
         """Return the dataset's columns whole, or None when it is not in memory or its batches are augmented."""
         whole = None if self.augments else self.dataset.arrays()
-        return None if whole is None else _settled(whole, self.dataset)
+        return None if whole is None else settled(whole, self.dataset)
 
     def signature(self, epoch: int = 0) -> dict[str, ColumnInfo]:
         """Return name -> (shape with the batch axis, dtype) of a full batch, `mask` included."""
         del epoch  # every epoch is alike
         size = min(self.batch_size, self.rows) if self.tail == "keep" else self.batch_size
-        row = _settled(self.dataset.take(np.arange(1)), self.dataset)
+        row = settled(self.dataset.take(np.arange(1)), self.dataset)
         columns = {name: ColumnInfo((size, *value.shape[1:]), value.dtype) for name, value in row.items()}
         return columns | {MASK: ColumnInfo((size,), np.dtype(np.float32))}
 
@@ -148,43 +160,83 @@ class Feed:
         }
 
 
-class _EpochBatches:
-    """Grain's random-access source: element i is batch `first + i` of one epoch.
+class EpochBatches:
+    """Grain's random-access source: element i is line i of a table of row numbers, as a batch.
 
     Its repr is the content of the data, never an address: grain compares it (case F15).
+
+    Args:
+        dataset: the rows.
+        table: row numbers [n, B]; -1 is padding.
+        keep: padding is left out.
+        augment: (index of a batch) -> the key of its augmentation, two whole numbers; None for none.
+        share: the rows wanted of every batch; None for all.
     """
 
-    def __init__(self, feed: Feed, epoch: int, table: np.ndarray, first: int) -> None:
-        self._dataset, self._table, self._tail = feed.dataset, table, feed.tail
-        self._augment_from = (feed.seed + epoch, first) if feed.augments else None
+    def __init__(
+        self,
+        dataset: Any,
+        table: np.ndarray,
+        *,
+        keep: bool = False,
+        augment: Callable[[int], list[int]] | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self._dataset, self._table, self._keep = dataset, table, keep
+        self._augment, self._share = augment, share
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Batch:
         rows = self._table[index]
-        if self._tail == "keep":
+        if self._keep:
             rows = rows[rows >= 0]
-        batch = self._dataset.take(np.maximum(rows, 0))
-        if self._augment_from is not None:
-            seed, first = self._augment_from
-            batch = self._dataset.augment(batch, np.random.Generator(np.random.Philox(key=[seed, first + index])))
-        batch = _settled(batch, self._dataset)
-        return batch | {MASK: (rows >= 0).astype(np.float32)}
+        wanted, places = rows, None
+        if self._share is not None:
+            places = self._share.places(len(rows))
+            wanted = np.where(places >= 0, rows[np.maximum(places, 0)], -1)
+        if self._augment is None:
+            batch = self._dataset.take(np.maximum(wanted, 0))
+        else:
+            generator = np.random.Generator(np.random.Philox(key=self._augment(index)))
+            batch = self._dataset.augment(self._dataset.take(np.maximum(rows, 0)), generator)
+            if places is not None:
+                batch = {name: column[np.maximum(places, 0)] for name, column in batch.items()}
+        return settled(batch, self._dataset) | {MASK: (wanted >= 0).astype(np.float32)}
 
     def __repr__(self) -> str:
         return f"batches of {type(self._dataset).__name__} {self._dataset.content_hash()[:16]}"
 
 
-def _settled(columns: Mapping[str, np.ndarray], dataset: TrainingDataset) -> Columns:
-    return {name: settle(name, value, type(dataset).__name__) for name, value in columns.items()}
+@dataclass(frozen=True)
+class AugmentKeys:
+    """The key of a batch's augmentation: the data's seed plus the epoch, and the batch's place in the epoch.
+
+    Attributes:
+        seed: with the epoch added.
+        first, every: place of the table's first line, and how far apart two lines are.
+    """
+
+    seed: int
+    first: int = 0
+    every: int = 1
+
+    def __call__(self, index: int) -> list[int]:
+        return [self.seed, self.first + self.every * index]
+
+
+def settled(columns: Mapping[str, np.ndarray], dataset: Any) -> Columns:
+    """The columns in their documented dtypes."""
+    wide = bool(getattr(dataset, "wide", False))
+    return {name: settle(name, value, type(dataset).__name__, wide=wide) for name, value in columns.items()}
 
 
 class FeedIterator:
     """The batches of one epoch of a `Feed`; the position is grain's own, saved and set through its state."""
 
-    def __init__(self, feed: Feed, epoch: int, start: int = 0) -> None:
-        self._feed = feed
+    def __init__(self, feed: Feed, epoch: int, start: int = 0, share: Share | None = None) -> None:
+        self._feed, self._share = feed, share
         self._seek(epoch, start)
 
     def _seek(self, epoch: int, start: int) -> None:
@@ -196,7 +248,9 @@ class FeedIterator:
         else:
             self._first = 0
         self._epoch, self._delivered = epoch, 0
-        source = _EpochBatches(self._feed, epoch, table, self._first)
+        feed = self._feed
+        augment = AugmentKeys(feed.seed + epoch, self._first) if feed.augments else None
+        source = EpochBatches(feed.dataset, table, keep=feed.tail == "keep", augment=augment, share=self._share)
         self._grain = _grain_iterator(source, self._feed.prefetch, self._feed.workers)
         if not self._feed.workers:
             self._grain.set_state({"next_index": start})
@@ -236,7 +290,7 @@ class FeedIterator:
         self._grain.close()
 
 
-def _grain_iterator(source: _EpochBatches, prefetch: int, workers: int) -> Any:
+def _grain_iterator(source: EpochBatches, prefetch: int, workers: int) -> Any:
     """Return grain's iterator over `source`; the one place that imports grain."""
     import grain
 

@@ -1,4 +1,4 @@
-"""Lets a Flax module compute in a 16-bit type: layers cast what they multiply, norms stay in float32."""
+"""Lets a Flax module compute in a 16-bit type, with norms in float32, or all of it in float64."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ def lower(module: nnx.Module, dtype: Any, kept: Collection[str] = ()) -> None:
     for variable in named.values():
         if id(variable) not in fixed:
             object.__setattr__(variable, "__class__", _read_as(type(variable), dtype))
+
+
+def widen(module: nnx.Module) -> None:
+    """Make a module compute in float64, as its parameters and inputs are; to be called on one made for a single trace.
+
+    A layer that says float32, as norms and `nnx.Embed` do, computes in float64; one that says 16 bits is left alone.
+    """
+    parts: list[Any] = [part for _, part in nnx.iter_modules(module)]
+    for part in parts:
+        if getattr(part, "dtype", None) is not None and jnp.dtype(part.dtype) == jnp.float32:
+            part.dtype = jnp.float64
 
 
 def _give(layer: Any, promote: Any) -> None:

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from nnx_jax.core.errors import ConfigError, DataError
+from nnx_jax.data.deal import ONCE
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.objectives.losses import Loss
 from nnx_jax.params.run import RunSpec
+from nnx_jax.spmd.world import World
 
 
 def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
@@ -22,7 +24,7 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
         DataError: a dataset that cannot be trained on.
     """
     feeds: dict[str, Feed | LoaderFeed] = {}
-    data, train = spec.data, spec.train
+    data, train = spec.data, spec.training
     if data is not None:
         order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
         with _naming_split("train"):
@@ -34,10 +36,39 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
                     feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
     for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
         if loader is not None:
-            feeds[split] = LoaderFeed(loader, data_id=train.data_id)
+            feeds[split] = LoaderFeed(loader, data_id=train.data_id, wide=spec.precision == "float64")
     if "train" not in feeds:
         raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
     return feeds
+
+
+def check_group(feeds: Mapping[str, Any], world: World) -> None:
+    """Check that every process of a group has data of its own; a configuration's data is cut by the run itself.
+
+    Raises:
+        DataError: (a ValueError) a loader that gives every process the same batches, or was dealt to another group.
+    """
+    for split, feed in feeds.items():
+        if not isinstance(feed, LoaderFeed):
+            continue
+        name = f"{split}_loader"
+        kind = "train" if split == "train" else "validation"
+        told = feed.partition
+        if told is None:
+            if not world.alone:
+                raise DataError(
+                    f"{name} gives each of the {world.size} processes all its batches; make it with "
+                    f"nnx_jax.distributed.{kind}_loader(dataset, batch_size), which deals every process its rows, or "
+                    "give the dataset as `data`"
+                )
+        elif told.get("world") != world.size or feed.rank not in (None, world.rank):
+            raise DataError(
+                f"{name} was dealt to process {feed.rank} of {told.get('world')}; this is process {world.rank} of "
+                f"{world.size}: make it anew in this group"
+            )
+        elif (told.get("policy") == ONCE) != (kind == "validation"):
+            given = "validation_loader, which deals rows unevenly" if kind == "train" else "train_loader, which repeats"
+            raise DataError(f"{name} was made by {given}; make it with nnx_jax.distributed.{kind}_loader")
 
 
 @contextmanager

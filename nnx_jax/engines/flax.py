@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,33 +14,46 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_jax.core.errors import ConfigError, DataError, ModelError, NnxError, ResumePointError
+from nnx_jax.core.errors import ConfigError, ModelError, NnxError, ResumePointError
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.batches import TrainBatches
-from nnx_jax.engines.hook_plan import CONCRETE, StateSlot, carries, described, float32_layers, window_length
+from nnx_jax.engines.checks import check_tail, epoch_batches
+from nnx_jax.engines.costs import costs_of
+from nnx_jax.engines.deferral import settle
+from nnx_jax.engines.double import check_parameters
+from nnx_jax.engines.hook_plan import CONCRETE, carries, described, fit_sharding, float32_layers, window_length
+from nnx_jax.engines.hook_views import SeenByHooks
 from nnx_jax.engines.memory import explain_out_of_memory
-from nnx_jax.engines.nnx_forward import ModuleCopies, PureModule
+from nnx_jax.engines.nnx_forward import PureModule, evaluating
+from nnx_jax.engines.placement import in_place, make_placement, readable, refit
+from nnx_jax.engines.rates import Rates, Schedules
+from nnx_jax.engines.reduction import make_shards
+from nnx_jax.engines.rows import HIDDEN, RowReader
 from nnx_jax.engines.scoring import Scorer, loss_value, width
+from nnx_jax.engines.validation import Batches, EvalStepContext, agreed, own_validation
+from nnx_jax.engines.work import Work, built_in, by_objective, by_step, own_step
 from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
+from nnx_jax.loop.records import history_columns
 from nnx_jax.objectives.checks import check_targets
 from nnx_jax.objectives.losses import Loss
-from nnx_jax.objectives.metrics import build_metric, user_metric
-from nnx_jax.optim.build import describe, set_rate
+from nnx_jax.objectives.metrics import Metric, build_metric, user_metric
+from nnx_jax.objectives.objective import Objective
 from nnx_jax.optim.partial import hold
-from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.run import RunSpec
+from nnx_jax.spmd.world import ALONE, World
 from nnx_jax.step import build_step
 from nnx_jax.step import records as step_records
+from nnx_jax.step.body import StepBody
+from nnx_jax.step.custom import CustomBody
 from nnx_jax.step.dispatch import Dispatch, choose_dispatch
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.programs import Carry, StepPrograms
-from nnx_jax.step.state import COUNTERS, own
 
 WEIGHTS = ("params/", "frozen/", "model_state/")
 """Prefixes of the leaves that are the model; the rest belongs to training."""
 
 
-class FlaxEngine:
+class FlaxEngine(SeenByHooks):
     """One Flax NNX module under the loop.
 
     Args:
@@ -47,13 +61,17 @@ class FlaxEngine:
         module: the network; its weights are the start, and `trained` writes them back.
         loss: the built loss.
         feeds: "train", and "val" and "test" where the run has them.
-        schedule: on the update clock, rate from the optimizer's own count; None on the epoch clock.
+        schedules: by optimizer, those on the update clock: rate from the optimizer's own count.
         schedule_state: plain description of the schedule, compared on resume.
         net_state: plain configuration of a built-in network with all its sizes; None for a module of the user's.
         freeze: glob patterns of parameters that are not trained.
         still: names of parameters that have gradients, but no updates.
         hooks: what takes part in the step, see `engines.hook_plan.plan_hooks`; decides window and precision.
         nonfinite: in place of `train.nonfinite`; "ignore" applies what is not finite.
+        objective: what makes the loss terms, in place of `loss`.
+        train_step: a step of the user's own, in place of the built-in one.
+        eval_step: a validation of the user's own, in place of the built-in one.
+        world: the processes that train together.
 
     Raises:
         ModelError: the network does not take the data, or has nothing to train.
@@ -70,18 +88,22 @@ class FlaxEngine:
         loss: Loss,
         feeds: Mapping[str, Any],
         *,
-        schedule: Callable[[Any], Any] | None = None,
+        schedules: Schedules | None = None,
         schedule_state: Mapping[str, Any] | None = None,
         net_state: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
         still: frozenset[str] = frozenset(),
         hooks: HookPlan | None = None,
         nonfinite: str | None = None,
+        objective: Objective | None = None,
+        train_step: Callable[..., Any] | None = None,
+        eval_step: Callable[..., Any] | None = None,
+        world: World = ALONE,
     ) -> None:
-        train = spec.train
-        self.hooks, self.nonfinite = hooks, nonfinite or train.nonfinite
+        self.world = world
+        self.hooks, self.nonfinite = hooks, nonfinite or spec.training.nonfinite
         self.spec, self.module, self.loss, self.feeds = spec, module, loss, dict(feeds)
-        self.schedule = schedule
+        self.rates = Rates(spec, schedules or {})
         self.schedule_state, self.net_state = dict(schedule_state or {}), net_state
         self.feed = feeds["train"]
         self.accumulate, self.carries = window_length(hooks, spec), carries(hooks)
@@ -89,22 +111,37 @@ class FlaxEngine:
         dtype = jnp.dtype(spec.precision) if hooks is None else hooks.compute_dtype
         kept = float32_layers(hooks)
         self.pure = PureModule(module, freeze=freeze, compute_dtype=dtype, keep_float32=kept, mask_rows=True)
+        check_parameters(self.pure.params, dtype)
         self._check_tail()
-        outputs = self._outputs(self.feed)
-        self._check_targets(outputs)
-        self.metrics = [build_metric(metric, width(outputs), loss=loss) for metric in spec.model.metrics]
-        self.metrics += [user_metric(name, function) for name, function in (train.extra_metrics or {}).items()]
-        self.metric_names = tuple(metric.name for metric in self.metrics)
+        hooks = fit_sharding(hooks, self.pure, module)
         moving = {name: value for name, value in self.pure.params.items() if name not in still}
         self.optimizer = self._optimizer(moving)
         if still:
             self.optimizer = hold(self.optimizer, still)
+        self.work = self._work(objective, train_step, scores=eval_step is None)
+        self.shards, scoring, hooks = make_shards(spec, hooks, self.pure, self.work, self.feed)
+        self.hooks = settle(hooks, self.pure, self.work, self.feed, spec)
+        self.place = make_placement(self.hooks, self.feed)
+        self.metrics = self.work.metrics
+        self.metric_names = tuple(metric.name for metric in self.metrics if not metric.name.startswith(HIDDEN))
+        self.score_names = tuple(metric.name for metric in self.work.score_metrics)
+        if self.work.custom is not None and not self.work.custom[1].delegates:
+            self.accumulate = 1  # it makes its own updates, and every microbatch is a window
+        self.rows = RowReader([m.name for m in self.metrics], self.rates, vetoes=self.hooks is not None)
         self.programs = self._programs()
         self.accumulate = self.programs.accumulate  # 1 where hooks decide themselves what is kept
-        self.scorer = Scorer(self.pure, loss, self.metrics)
+        self.scorer = Scorer(
+            self.work.score_forward, self.work.score_terms, self.work.score_metrics, placement=self.place,
+            shards=None if scoring is None else scoring.of_window(self.accumulate),
+        )  # fmt: skip
+        self.eval_step = eval_step
+        self.wrote = False
+        """The module has had weights of this training, see `trained`."""
+        self.watched: tuple[str, ...] = ()
+        """Validation values that monitors follow; a validation of the user's own must return them."""
         self._batches: TrainBatches | None = None
+        self._epoch = 0
         self._early: list[step_records.Records] = []
-        self._counters: Any = None
 
     # -- the Engine protocol -----------------------------------------------------------------------------------
 
@@ -119,13 +156,14 @@ class FlaxEngine:
     def start(self) -> Carry:
         """The first state, from the module's weights and the run's seed."""
         carry = self.programs.init(
-            self.pure.params, self.pure.model_state, frozen=self.pure.frozen, seed=self.spec.train.seed
+            self.pure.params, self.pure.model_state, frozen=self.pure.frozen, seed=self.spec.training.seed
         )
-        self._counters = np.asarray(self.programs.state(carry).counters)
+        self.rows.counters = np.asarray(self.programs.state(carry).counters)
         return carry
 
     def run_span(self, state: Carry, span: Span, poll: Poll) -> tuple[Carry, int]:
         """Run the span in calls of a bounded size; `poll` is asked between them."""
+        self._epoch = span.epoch
         if span.first_batch == 0:
             self.programs.start_epoch(state, span.epoch)
         with self._memory("placing the data", self.feed):
@@ -149,12 +187,12 @@ class FlaxEngine:
             found, self._early = [*self._early, self.programs.read_records(state, check=False)], []
         records: list[Records] = []
         for rows in found:
-            records.append(self._records(rows))
+            records.append(self.rows.read(rows))
             try:
                 self.programs.raise_if_halted(rows)
             except NnxError as failure:
                 self._rewind(state)
-                return records, failure
+                return records, self.batches.cause(failure)
         return records, None
 
     def _memory(self, where: str, feed: Any) -> AbstractContextManager[None]:
@@ -168,29 +206,67 @@ class FlaxEngine:
     def _rewind(self, state: Carry) -> None:
         """Put the counters back to the last window before the halt, so that a resume replays the one that failed."""
         train = self.programs.state(state)
-        self.programs.put(state, dataclasses.replace(train, counters=jnp.asarray(self._counters)))
+        self.programs.put(state, dataclasses.replace(train, counters=jnp.asarray(self.rows.counters)))
 
     def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Loss and metric values of added-up sums, in float64."""
         layout = self.programs.layout
         values = {"loss": loss_value(sums["loss"], layout.weights, layout.additive)}
         for metric in self.metrics:
-            values[metric.name] = float(metric.compute(np.asarray(sums[metric.name], np.float64)))
+            if metric.name in self.metric_names:
+                values[metric.name] = float(metric.compute(np.asarray(sums[metric.name], np.float64)))
         return values
+
+    def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:
+        """Loss of a window's loss sums, and every term divided; NaN for one without a valid target."""
+        layout, half = self.programs.layout, len(sums) // 2
+        parts = zip(layout.terms, layout.additive, sums[:half], sums[half:], strict=True)
+        terms = {n: top if plain else top / bottom if bottom else math.nan for n, plain, top, bottom in parts}
+        return loss_value(sums, layout.weights, layout.additive), terms
 
     def evaluate(self, state: Carry, split: str) -> Evaluation | None:
         """Score a split with the state's weights: every row once, padding with weight 0, one read at the end."""
         feed = self.feeds.get(split)
         if feed is None:
             return None
-        train = self.programs.state(state)
+        if split == "val" and self.eval_step is not None:
+            ctx, rows = self._eval_context(state, feed), feed.rows or 0
+            return agreed(self.world, partial(own_validation, self.eval_step, ctx, rows, self.watched))
+        return self._score(state, split)
+
+    def _score(self, state: Carry, split: str) -> Evaluation:
+        train, feed = self.programs.state(state), self.feeds[split]
         with self._memory(f"evaluation of {split}", feed):
             return self.scorer.score({**train.frozen, **train.params}, train.model_state, feed)
 
-    def set_rate(self, state: Carry, rate: float) -> Carry:
-        """Set the epoch clock's learning rate: one small write to the device."""
+    def _eval_context(self, state: Carry, feed: Any) -> EvalStepContext:
+        """What a validation of the user's own sees: a copy of the model, so that nothing it does is kept."""
+        model = evaluating(nnx.clone(self.trained(state)))
+        extra = self.spec.training.extra_metrics or {}
+        default = lambda: self._score(state, "val").values  # noqa: E731
+        return EvalStepContext(model, Batches(feed), self._epoch, self.score_names, extra, default)
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the history."""
+        optimizers = tuple(self.rates.held) if self.rates.several else ()
+        scores = self.score_names if "val" in self.feeds else None
+        return history_columns(self.metric_names, scores, optimizers=optimizers, extra=self.eval_step is not None)
+
+    @property
+    def owns_windows(self) -> bool:
+        """The run itself makes an update of every window, so their number can be planned."""
+        return self.work.custom is None or self.work.custom[1].delegates
+
+    @property
+    def never_updates(self) -> bool:
+        """A step of the user's own that reports no update at all."""
+        return self.work.custom is not None and not self.work.custom[1].reports
+
+    def set_rate(self, state: Carry, rate: float | Mapping[str, float]) -> Carry:
+        """Set the epoch clock's learning rate, or one by optimizer: one small write to the device."""
         train = self.programs.state(state)
-        self.programs.put(state, dataclasses.replace(train, opt_state=set_rate(train.opt_state, rate)))
+        opt_state = self.rates.set(self.optimizer, train.opt_state, rate)
+        self.programs.put(state, dataclasses.replace(train, opt_state=opt_state))
         return state
 
     def snapshot(self, state: Carry, epoch: int, batch: int) -> Snapshot:
@@ -204,7 +280,7 @@ class FlaxEngine:
         return {
             "engine": "flax",
             "net": self.net_state,
-            "optimizer": {"kind": self.spec.train.optim.kind, "state": describe(like)},
+            "optimizer": self.rates.topology(like),
             "schedule": self.schedule_state,
             "accumulate": self.accumulate,
             "precision": self.spec.precision,
@@ -212,9 +288,12 @@ class FlaxEngine:
             "n_batches": self.n_batches,
         } | ({"hooks": found} if (found := described(self.hooks)) else {})
 
-    def abstract(self, state: Carry) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every array a snapshot holds."""
-        return self.programs.abstract()
+    def abstract(self, state: Carry, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Shape and dtype of every array a snapshot holds; of those `stored`, as far as `restore` takes them.
+
+        What is cut over devices has its place as well, so that nobody ever holds all of it.
+        """
+        return in_place(readable(self.programs.abstract(), stored or {}, self._spread), self.programs.placed())
 
     def restore(self, state: Carry, arrays: Mapping[str, Any], *, weights_only: bool = False) -> Carry:
         """The stored state, exactly; or a fresh one with the stored weights.
@@ -226,21 +305,38 @@ class FlaxEngine:
             kept = {name: value for name, value in arrays.items() if name.startswith(WEIGHTS)}
             arrays = {**{n: v for n, v in self.programs.named(state).items() if not n.startswith(WEIGHTS)}, **kept}
         try:
-            carry = self.programs.load_named(arrays)
-            self._counters = np.asarray(self.programs.state(carry).counters)
+            carry = self.programs.load_named(refit(arrays, self.programs.abstract(), self._spread))
+            train = self.programs.state(carry)
+            self.rows.counters = np.asarray(train.counters)
+            self.rates.read(train.opt_state)
             return carry
         except NnxError as error:
             raise ResumePointError(f"the checkpoint does not fit this run: {error}") from error
 
     def trained(self, state: Carry) -> nnx.Module:
         """Write copies of the state's weights into the module and return it."""
+        self.wrote = True
         train = self.programs.state(state)
-        self.pure.write(self.module, {**train.frozen, **train.params}, train.model_state)
+        self.pure.write(self.module, *self.place.home(({**train.frozen, **train.params}, train.model_state)))
         return self.module
+
+    def undo(self) -> None:
+        """Give the module back the weights it had before this training."""
+        if self.wrote:
+            self.pure.write(self.module, self.pure.held, self.pure.held)
+        self.wrote = False
+
+    def weights(self, model: Any) -> dict[str, jax.Array]:
+        """Every parameter and statistic of the model's network as it is now, whatever its topology became."""
+        now = PureModule(model.net, compute_dtype=self.pure.compute_dtype)
+        return {
+            **{f"params/{name}": value for name, value in now.params.items()},
+            **{f"model_state/{name}": value for name, value in now.model_state.items()},
+        }
 
     def absorb(self, state: Carry) -> Carry:
         """The state with the module's weights, where someone changed them since `trained`."""
-        now = PureModule(self.module)
+        now = PureModule(self.module, compute_dtype=self.pure.compute_dtype)
         held = {**now.params, **now.frozen}
         train = self.programs.state(state)
         self.programs.put(
@@ -254,107 +350,17 @@ class FlaxEngine:
         )
         return state
 
-    # -- hooks -------------------------------------------------------------------------------------------------
-
-    @property
-    def in_place(self) -> bool:
-        """Host hooks at stages inside the step are called by the step itself."""
-        return self.spec.train.dispatch in CONCRETE
-
-    def bind(self, state: Carry) -> None:
-        """Give every hook with state its slot in this state, and the averages something to be made from."""
-        hooks: tuple[Any, ...] = (*self.hooks.update, *self.hooks.traced) if self.hooks is not None else ()
-        for hook in hooks:
-            if hasattr(hook, "attach"):
-                hook.attach(self.copies())
-            if hasattr(hook, "bind") and (slot := self.slot(state, hook)) is not None:
-                hook.bind(slot)
-
-    @property
-    def dynamic(self) -> bool:
-        """Hooks decide batch by batch what is accumulated, so no window has a length that is known here."""
-        return self.programs.dynamic
-
-    def copies(self) -> Any:
-        """What an average makes its model from."""
-        return ModuleCopies(self.module)
-
-    def slot(self, state: Carry, hook: Any) -> StateSlot | None:
-        """Where a hook's state lives; None for a hook without any."""
-        if self.hooks is None or self.hooks.keys.get(id(hook)) not in self.programs.state(state).slots:
-            return None
-        return StateSlot(self.programs, state, self.hooks.key(hook))
-
-    def hook_name(self, number: int) -> str:
-        """Class of the update hook with this number in `Records.veto`."""
-        return type(self.hooks.update[number]).__name__ if self.hooks is not None else "nobody"
-
-    def batch(self, epoch: int, place: int) -> Any:
-        """Columns of the microbatch to come, or of the last one, read-only; None where they are not kept."""
-        return self.batches.look(epoch, place)
-
-    def look(self, state: Carry, name: str) -> Any:
-        """A value for hooks that watch, copied on the device; None where there is none."""
-        if name == "models":
-            return {"main": self.trained(state)}
-        if name == "grad_scaler":
-            scaling = [hook for hook in self.hooks.update if getattr(hook, "scaling", False)] if self.hooks else []
-            return self.slot(state, scaling[0]) if scaling else None
-        train = self.programs.state(state)
-        held = {
-            "params": {**train.frozen, **train.params},
-            "learning_rate": getattr(train.opt_state, "rate", None),
-            **train.accum.get("taps", {}),
-        }.get(name)
-        leaves, structure = jax.tree.flatten(held)
-        return jax.tree.unflatten(structure, own(leaves))
-
-    def parts(self) -> dict[str, Any]:
-        """The optimizer, and the schedule of its rate where the step drives it."""
-        return {"optimizers": [self.optimizer], "lr_schedulers": [self.schedule]}
-
-    def costs(self) -> dict[str, int]:
-        """What one update costs, from the compiled program: counts, FLOPs and bytes; nothing is run."""
-        if self.in_place:
-            dispatch = self.spec.train.dispatch
-            raise ConfigError(f"'{dispatch}' compiles no update whose cost could be told", path="train.dispatch")
-        batch = _specs(self.feed.signature())
-        compiled = {"apply": self.programs.lower("apply", batch).compile()}
-        if self.accumulate > 1:
-            compiled["micro"] = self.programs.lower("micro", batch).compile()
-        flops = {name: int((program.cost_analysis() or {}).get("flops", 0)) for name, program in compiled.items()}
-        memory = compiled["apply"].memory_analysis()
-        sizes = {name: int(value.size) for name, value in {**self.pure.params, **self.pure.frozen}.items()}
-        return {
-            "parameters": sum(sizes.values()),
-            "trainable_parameters": sum(sizes[name] for name in self.pure.params),
-            "updates_per_epoch": -(-self.n_batches // self.accumulate),
-            "flops_per_update": flops["apply"] + (self.accumulate - 1) * flops.get("micro", 0),
-            "state_bytes": int(memory.argument_size_in_bytes),
-            "temporary_bytes": int(memory.temp_size_in_bytes),
-            "peak_bytes": int(memory.argument_size_in_bytes + memory.temp_size_in_bytes),
-        }
+    def costs(self) -> dict[str, Any]:
+        """What one update costs each device, from the compiled program: counts, FLOPs and bytes; nothing is run."""
+        return costs_of(self)
 
     # -- building ----------------------------------------------------------------------------------------------
 
     def _epoch_batches(self) -> int:
-        asked, pass_ = self.spec.train.steps_per_epoch, self.feed.n_batches
-        if asked is None and pass_ is None:
-            raise DataError("the loader has no length; give it __len__, or set train.steps_per_epoch")
-        wanted = pass_ if asked is None else asked * self.accumulate
-        if pass_ is not None and wanted > pass_:
-            raise DataError(f"train.steps_per_epoch needs {wanted} batches, one pass has {pass_}; lower it")
-        return wanted
+        return epoch_batches(self.feed, self.spec.training.steps_per_epoch, self.accumulate)
 
     def _check_tail(self) -> None:
-        rows, size = self.feed.rows, getattr(self.feed, "batch_size", None)
-        if not (self.pure.batch_norms and rows and size) or self.feed.descriptor().get("tail") == "drop":
-            return
-        if rows % size == 1 or size == 1:
-            raise DataError(
-                f"BatchNorm ({self.pure.batch_norms[0]}) needs two rows or more, but {rows} rows in batches of {size} "
-                "leave a batch of one; use data.tail: drop or another batch_size"
-            )
+        check_tail(self.pure, self.feed)
 
     def _outputs(self, feed: Any) -> Any:
         """Shapes of the outputs for this feed's batches, found without computing."""
@@ -383,82 +389,111 @@ class FlaxEngine:
                 check_targets(self.loss, feed.dataset, width(outputs))
 
     def _optimizer(self, params: Mapping[str, Any]) -> Any:
-        return build_optimizer(self.spec.train.optim, self.schedule, params)
+        return self.rates.build(params)
+
+    def _work(self, objective: Objective | None, train_step: Callable[..., Any] | None, *, scores: bool) -> Work:
+        """What a microbatch does; `scores`: the validation is the built-in one."""
+        training, batch = self.spec.training, _specs(self.feed.signature())
+        if train_step is not None:
+            own = own_step(
+                self.pure, self.spec, train_step, self.optimizer, self.rates.schedules, n_batches=self.n_batches
+            )
+            asked = bool(self.spec.model.metrics or training.extra_metrics)
+            metrics = self._metrics_of_outputs() if asked or (scores and len(self.feeds) > 1) else []
+            return by_step(self.pure, own, self.loss, metrics, batch)
+        if objective is None:
+            return built_in(self.pure, self.loss, self._metrics_of_outputs())
+        return by_objective(
+            self.pure,
+            objective.bind(self.loss),
+            self.loss,
+            self._metrics_of_outputs if objective.scores == "loss" else self._metrics,
+            batch,
+            precision=self.spec.precision,
+            extra_metrics=training.extra_metrics or {},
+        )
+
+    def _metrics_of_outputs(self, _: Any = None) -> list[Metric]:
+        """The metrics of the model's outputs, once these and the targets are checked."""
+        outputs = self._outputs(self.feed)
+        self._check_targets(outputs)
+        return self._metrics(outputs)
+
+    def _metrics(self, outputs: Any) -> list[Metric]:
+        """The declared metrics of outputs of these shapes, and the functions of the user's.
+
+        Raises:
+            ConfigError: there are metrics and no outputs.
+        """
+        extra = self.spec.training.extra_metrics or {}
+        names = [*(metric.key for metric in self.spec.model.metrics), *extra]
+        if names and outputs is None:
+            told = "the objective gives no outputs to compute it from; return ObjectiveResult(..., outputs=...)"
+            raise ConfigError(f"got {names[0]}, but {told}", path="model.metrics")
+        found = [build_metric(metric, width(outputs), loss=self.loss) for metric in self.spec.model.metrics]
+        return [*found, *(user_metric(name, function) for name, function in extra.items())]
 
     def _programs(self) -> StepPrograms:
-        train = self.spec.train
+        train = self.spec.training
         rows = self.n_batches if train.record_every == "batch" else -(-self.n_batches // self.accumulate) + self.carries
+        make_body = StepBody
+        if self.work.custom is not None:
+            own, seen = self.work.custom
+            make_body = partial(CustomBody, own=own, seen=seen)
         return build_step(
-            self.pure.forward,
-            self.loss,
+            self.work.forward,
+            self.work.terms,
             self.optimizer,
             params=self.pure.params,
             model_state=self.pure.model_state,
             frozen=self.pure.frozen,
-            signature={name: (column.shape, column.dtype) for name, column in self.feed.signature().items()},
+            signature={name: (c.shape, c.dtype) for name, c in self.place.signature(self.feed.signature()).items()},
             metrics=self.metrics,
-            invalid=self.loss.invalid_labels,
+            invalid=self.work.invalid,
             accumulate=self.accumulate,
-            clip_norm=train.optim.grad_clip_norm,
+            clip_norm=None if self.rates.several else train.optimizers["main"].grad_clip_norm,
             nonfinite=self.nonfinite,
             max_consecutive=train.max_consecutive_skips,
             record_every=train.record_every,
             capacity=max(min(rows, self.most_rows), self._rows(1)),
             hooks=self.hooks,
             executor=train.dispatch if train.dispatch in CONCRETE else "compiled",
+            sharding=self.place.sharding,
+            make_body=make_body,
+            shards=self.shards,
         )
 
     @property
     def batches(self) -> TrainBatches:
         """How batches reach the device; decided once, before the first update."""
         if self._batches is None:
-            mode = self.spec.train.dispatch
+            mode = self.spec.training.dispatch
             if mode in CONCRETE:
                 dispatch = Dispatch("step", False, 1, 0.0)
             else:
                 one_by_one = self.hooks is not None and self.hooks.taps
-                dispatch = choose_dispatch(self.programs, self.feed, "step" if one_by_one else mode)
-            self._batches = TrainBatches(self.programs, self.feed, dispatch)
+                dispatch = choose_dispatch(self.programs, self.place.feed(self.feed), "step" if one_by_one else mode)
+            ahead = None if self.spec.data is None else self.spec.data.prefetch
+            self._batches = TrainBatches(
+                self.programs, self.feed, dispatch, self.place, prefetch=ahead, n_batches=self.n_batches
+            )
         return self._batches
+
+    @property
+    def _spread(self) -> bool:
+        """The open window has a leading axis of devices."""
+        return self.hooks is not None and self.hooks.mesh is not None
 
     # -- records -----------------------------------------------------------------------------------------------
 
     def _rows(self, windows: int) -> int:
-        return windows * self.accumulate if self.spec.train.record_every == "batch" else windows
+        return windows * self.accumulate if self.spec.training.record_every == "batch" else windows
 
     def _call_size(self, state: Carry, left: int) -> int:
         """Microbatches of the next call: a bounded number of whole windows that fits the record ring."""
         windows = min(self.batches.windows, max(self.programs.room(state) // self._rows(1), 1))
         return min(left, windows * self.accumulate - state.micro)
 
-    def _records(self, rows: step_records.Records) -> Records:
-        halted = np.flatnonzero(rows.ints["halt"])
-        good = int(halted[0]) if len(halted) else len(rows)
-        closed = np.flatnonzero(rows.closed[:good])
-        if len(halted):  # the window that failed is gone whole, with the rows of its first microbatches
-            good = int(closed[-1]) + 1 if len(closed) else 0
-        if len(closed):
-            self._counters = np.array([rows.ints[name][closed[-1]] for name in COUNTERS], np.int32)
-        sums = _columns(rows, [m.name for m in self.metrics])
-        return Records(
-            batch=rows.batch[:good],
-            step=rows.step[:good],
-            loss=rows.loss[:good],
-            rate=rows.rate[:good].astype(np.float64),
-            grad_norm=rows.grad_norm[:good].astype(np.float64),
-            closed=rows.closed[:good],
-            committed=rows.committed[:good],
-            sums={name: column[:good] for name, column in sums.items()},
-            veto=None if self.hooks is None else rows.ints["veto"][:good],
-        )
-
 
 def _specs(signature: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(column.shape, column.dtype) for name, column in signature.items()}
-
-
-def _columns(rows: step_records.Records, metrics: Sequence[str]) -> dict[str, np.ndarray]:
-    """Sums by name, float64 [n, size]: "loss" holds every term's numerator, then every denominator."""
-    terms = [*rows.num.values(), *rows.den.values()]
-    columns = {"loss": np.stack(terms, axis=1).astype(np.float64)}
-    return columns | {name: rows.metrics[name].astype(np.float64) for name in metrics}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,8 @@ class ProbabilitySpec:
     labels: tuple[str, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictResult:
-    """Outputs of the network, float32 [N, ...], and the decided classes, int64 [N, ...] (None for values)."""
+class PredictResult(NamedTuple):
+    """Outputs of the network, float32 or wider [N, ...], and the decided classes, int64 [N, ...] (None for values)."""
 
     logits: np.ndarray
     classes: np.ndarray | None
@@ -71,13 +70,13 @@ class Inference:
         return self._pure.forward(params, model_state, {"x": x}, None, False)[0]
 
     def outputs(self, x: Any, batch_size: int) -> np.ndarray:
-        """Return outputs float32 [N, ...] for rows x [N, ...], `batch_size` rows at a time, the last batch padded.
+        """Return outputs [N, ...] for rows x [N, ...], `batch_size` rows at a time, the last batch padded.
 
         Raises:
             DataError: no rows.
             ModelError: the network does not take rows of this shape.
         """
-        rows = settle("x", np.asarray(x), "predict")
+        rows = settle("x", np.asarray(x), "predict", wide=self.dtype == np.float64)
         if rows.ndim == 0 or len(rows) == 0:
             raise DataError("predict needs at least one row, got none")
         if batch_size < 1:

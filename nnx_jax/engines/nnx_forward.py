@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_jax.core.errors import ModelError, nearest
-from nnx_jax.engines import autocast
+from nnx_jax.engines import autocast, double
 
 Arrays = dict[str, jax.Array]
 
@@ -29,15 +30,18 @@ class PureModule:
             parameter of that name (float32 [B], 0 on padded rows); it is read, never changed. One whose class says
             `takes_batch = True` is called with the whole batch instead of x.
         freeze: glob patterns of parameter names that are not trained.
-        compute_dtype: what layers compute in (`engines/autocast.py`); parameters and norms are float32.
+        compute_dtype: what layers compute in (`engines/autocast.py`). With float64 all parameters and state are
+            float64, whatever the module holds; else they are as they are, and norms compute in float32.
         keep_float32: glob patterns of parameter names whose layers compute in float32 all the same.
         mask_rows: batches may hold padded rows, so BatchNorm statistics must leave them out.
 
     Attributes:
         params, frozen, model_state: name -> array; names are the module paths joined by dots.
+        held: all of them as the module holds them.
 
     Raises:
         ModelError: no parameter is left to train, or a pattern matches nothing.
+        ConfigError: float64 in a process whose JAX has no 64-bit numbers.
     """
 
     def __init__(
@@ -50,11 +54,15 @@ class PureModule:
         mask_rows: bool = False,
     ) -> None:
         self.compute_dtype, self.mask_rows = jnp.dtype(compute_dtype), mask_rows
+        double.check_enabled(self.compute_dtype)
         self._train_def, params, rng, rest = _split(_view(module, train=True))
         self._eval_def = _split(_view(module, train=False))[0]
         self._param_tree, named = _named(params)
         self._rng_tree, self._rng = _named(rng)
         self._rest_tree, self.model_state = _named(rest)
+        self.held = {**named, **self.model_state}
+        if self.compute_dtype == jnp.float64:
+            named, self.model_state = double.widened(named), double.widened(self.model_state)
         self._param_names = tuple(named)
         frozen = matching(freeze, named)
         self.params = {name: value for name, value in named.items() if name not in frozen}
@@ -69,10 +77,18 @@ class PureModule:
     def forward(
         self, params: Arrays, model_state: Arrays, batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
     ) -> tuple[Any, Arrays]:
-        """Return (outputs float32, new model_state) for `batch["x"]`; `params` holds trained and frozen leaves.
+        """Return (outputs, new model_state) for `batch["x"]`; `params` holds trained and frozen leaves.
 
-        `key` seeds every stream of the module for this call alone, so nothing depends on how often it was called.
+        Outputs of 16 bits become float32. `key` seeds every stream of the module for this call alone, so nothing
+        depends on how often it was called.
         """
+        module = self.opened(params, model_state, key, train=train)
+        seen: Any = self.narrowed(batch) if self._takes_batch else self._narrow(batch["x"])
+        outputs = self._call(module, seen, batch.get("mask"), train)
+        return jax.tree.map(_to_float32, outputs), self.closed(module, model_state)[1]
+
+    def opened(self, params: Arrays, model_state: Arrays, key: jax.Array | None, *, train: bool) -> nnx.Module:
+        """A module of these leaves, for this trace alone; `key` seeds its streams."""
         module = nnx.merge(
             self._train_def if train else self._eval_def,
             _tree(self._param_tree, [params[name] for name in self._param_names]),
@@ -80,18 +96,29 @@ class PureModule:
             _tree(self._rest_tree, [model_state[name] for name in self.model_state]),
             copy=True,
         )
-        if self.compute_dtype != jnp.float32:
+        if self.compute_dtype == jnp.float64:
+            autocast.widen(module)
+        elif self.compute_dtype != jnp.float32:
             autocast.lower(module, self.compute_dtype, self._kept)
-        if self._takes_batch:
-            seen: Any = {name: column if name == "mask" else self._narrow(column) for name, column in batch.items()}
-        else:
-            seen = self._narrow(batch["x"])
-        outputs = self._call(module, seen, batch.get("mask"), train)
-        outputs = jax.tree.map(_to_float32, outputs)
-        _, _, _, rest = _split(module)
-        _, new_state = _named(rest)
-        # What a forward pass adds (`sow`) is not state of the model and is left behind.
-        return outputs, {name: new_state[name].astype(old.dtype) for name, old in self.model_state.items()}
+        return module
+
+    def closed(self, module: nnx.Module, like: Arrays) -> tuple[Arrays, Arrays]:
+        """(parameters, model_state) of a module from `opened`, the state in the dtypes of `like`.
+
+        What a forward pass adds (`sow`) is not state of the model and is left behind.
+        """
+        _, params, _, rest = _split(module)
+        found, new_state = _named(params)[1], _named(rest)[1]
+        state = {name: new_state[name].astype(old.dtype) for name, old in like.items()}
+        return {name: found[name] for name in self._param_names}, state
+
+    def narrowed(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch's columns in the type the model computes in; the mask as it is."""
+        return {name: column if name == "mask" else self._narrow(column) for name, column in batch.items()}
+
+    def masked(self, module: nnx.Module, mask: jax.Array | None, *, train: bool) -> AbstractContextManager[None]:
+        """While it is open, the module's BatchNorms leave out the rows that `mask` (float32 [B]) leaves out."""
+        return _masking(module, mask if train and self.mask_rows and self.batch_norms else None)
 
     def _narrow(self, x: jax.Array) -> jax.Array:
         """An input in the type the model computes in."""
@@ -103,11 +130,18 @@ class PureModule:
         """A module that takes the row mask gets it; of any other, the BatchNorms leave masked rows out."""
         if self._takes_mask:
             return module(x, mask=mask)  # pyright: ignore[reportCallIssue]
-        return _call_masked(module, x, mask if train and self.mask_rows and self.batch_norms else None)
+        with self.masked(module, mask, train=train):
+            return module(x)  # pyright: ignore[reportCallIssue]
 
     def write(self, module: nnx.Module, params: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
-        """Put copies of these leaves into `module`, which has this module's structure."""
+        """Put copies of these leaves into `module`, which has this module's structure.
+
+        Raises:
+            ConfigError: a leaf is float64, in a process whose JAX has no 64-bit numbers.
+        """
         leaves = {**{name: params[name] for name in self._param_names}, **{n: model_state[n] for n in self.model_state}}
+        for leaf in leaves.values():
+            double.check_enabled(leaf.dtype)
         _write(module, leaves)
 
     def _streams(self, key: jax.Array | None) -> list[jax.Array]:
@@ -158,11 +192,20 @@ def copy_leaves(named: Mapping[str, jax.Array]) -> Arrays:
     return {name: jnp.array(value, copy=True) for name, value in named.items()}
 
 
+def variables_of(module: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+    """The module's own variables by name, parameters and model_state; not its random streams."""
+    return {_name(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, (nnx.Param, _not_rng)))}
+
+
 def _write(module: nnx.Module, named: Mapping[str, Any]) -> None:
-    for path, variable in nnx.to_flat_state(nnx.state(module, (nnx.Param, _not_rng))):
-        name = _name(path)
+    for name, variable in variables_of(module).items():
         if name in named:
             variable.set_value(jnp.array(named[name], copy=True))
+
+
+def evaluating(module: nnx.Module) -> nnx.Module:
+    """A view of the module in evaluation mode: no dropout, BatchNorm by its running statistics."""
+    return _view(module, train=False)
 
 
 def _view(module: nnx.Module, *, train: bool) -> nnx.Module:
@@ -189,10 +232,13 @@ def _named(state: Any) -> tuple[Any, Arrays]:
     names = [_name(path) for path, _ in nnx.to_flat_state(state)]
     if len(names) != len(leaves):
         raise ModelError("every nnx.Variable of the module must hold exactly one array")
-    return tree, dict(zip(names, (leaf if _is_key(leaf) else jnp.asarray(leaf) for leaf in leaves), strict=True))
+    return tree, dict(zip(names, (leaf if _is_kept(leaf) else jnp.asarray(leaf) for leaf in leaves), strict=True))
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_kept(leaf: Any) -> bool:
+    """A key, or the shape of what a dry run does not make."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return True
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -210,19 +256,21 @@ def _to_float32(value: Any) -> Any:
 def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     """A subclass whose statistics leave out the rows the current batch masks (case E03)."""
 
+    named = list(inspect.signature(norm.__call__).parameters)[2:]  # after self and x; a norm may take its mask by place
+
     class MaskedBatchNorm(norm):
-        def __call__(self, x: jax.Array, *args: Any, mask: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-            rows = _ROW_MASK.get()
-            if mask is not None or rows is None:
-                return super().__call__(x, *args, mask=mask, **kwargs)
+        def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+            rows, given = _ROW_MASK.get(), {**dict(zip(named, args, strict=False)), **kwargs}
+            if given.pop("mask", None) is not None or rows is None:
+                return super().__call__(x, *args, **kwargs)
             if x.shape[0] != rows.shape[0]:
                 raise ModelError(
                     f"BatchNorm sees {x.shape[0]} leading rows but the batch has {rows.shape[0]}, so padded rows "
-                    "cannot be left out; use data.tail: drop, or keep the batch axis first"
+                    "cannot be left out; use data.tail: drop, keep the batch axis first, or call the model view by view"
                 )
             some, before = jnp.any(rows > 0), (self.mean[...], self.var[...])
             real = ((rows > 0) | ~some).reshape((-1,) + (1,) * (x.ndim - 1))
-            outputs = super().__call__(x, *args, mask=real, **kwargs)
+            outputs = super().__call__(x, mask=real, **given)
             for variable, old in zip((self.mean, self.var), before, strict=True):
                 variable[...] = jnp.where(some, variable[...], old)  # a batch without a row leaves them as they are
             return outputs
@@ -230,17 +278,19 @@ def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     return MaskedBatchNorm
 
 
-def _call_masked(module: nnx.Module, x: Any, mask: jax.Array | None) -> Any:
-    """Call a freshly merged module with its BatchNorms leaving out masked rows."""
+@contextmanager
+def _masking(module: nnx.Module, mask: jax.Array | None) -> Iterator[None]:
+    """Let the BatchNorms of a freshly merged module leave out masked rows."""
     if mask is None:
-        return module(x)  # pyright: ignore[reportCallIssue]
+        yield
+        return
     norms = [part for _, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm)]
     classes = [type(norm) for norm in norms]
     token = _ROW_MASK.set(mask)
     try:
         for norm, own in zip(norms, classes, strict=True):
             norm.__class__ = _masked(own)
-        return module(x)  # pyright: ignore[reportCallIssue]
+        yield
     finally:
         _ROW_MASK.reset(token)
         for norm, own in zip(norms, classes, strict=True):

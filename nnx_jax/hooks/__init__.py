@@ -22,7 +22,7 @@ _NAMES = {
     "SpikeSkipHook": "nnx_jax.hooks.spike",
     "StageTimingHook": "nnx_jax.hooks.timing",
     "StatefulUpdateHook": "nnx_jax.core.hooks",
-    "TorchProfilerHook": "nnx_jax.hooks.profiler",
+    "TorchProfilerHook": "nnx_jax.hooks.torch_profiler",
     "TracedHook": "nnx_jax.core.hooks",
     "TrainableParameterHook": "nnx_jax.hooks.finetune",
     "TrainingStage": "nnx_jax.core.stages",
@@ -52,9 +52,10 @@ if TYPE_CHECKING:
     from nnx_jax.hooks.finetune import ModulePatchHook, TrainableParameterHook
     from nnx_jax.hooks.nonfinite import SkipNonFinite
     from nnx_jax.hooks.precision import MixedPrecisionHook
-    from nnx_jax.hooks.profiler import ProfilerHook, TorchProfilerHook
+    from nnx_jax.hooks.profiler import ProfilerHook
     from nnx_jax.hooks.spike import SpikeSkipHook
     from nnx_jax.hooks.timing import StageTimingHook
+    from nnx_jax.hooks.torch_profiler import TorchProfilerHook
 
 __all__ = [
     "CheckpointHook",

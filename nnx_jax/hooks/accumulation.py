@@ -24,7 +24,8 @@ class GradientAccumulationHook(UpdateHookSpec):
             had (one without any counts as 0). "sum": the sum of those.
         on_partial: what becomes of a window that the end of the data cuts short: "flush" updates with what is there,
             "carry" goes on with it in the next epoch. None leaves it to the trainer.
-        defer_reduce: with several devices, add up on each and reduce once at the window's end.
+        defer_reduce: with several devices, add up on each and reduce once at the window's end. For losses that are sums
+            over rows; a model with BatchNorm or dropout reduces every microbatch all the same, with a warning.
     """
 
     priority = 10

@@ -1,4 +1,4 @@
-"""HookSpec: one object that is a hook of a run and the frozen configuration it was built from."""
+"""HookSpec: a hook of a run and the frozen configuration it was built from, in one object; and whose engine runs it."""
 
 from __future__ import annotations
 
@@ -66,3 +66,14 @@ def _by_name(cls: type[Spec], args: tuple[Any, ...], data: dict[str, Any]) -> di
     if twice:
         raise ConfigError(f"{cls.__name__} got '{twice[0]}' twice, by position and by name; give it once")
     return {**given, **data}
+
+
+def engine_of(owner: Any, *, unowned: str = "flax") -> str:
+    """Return the engine, as `backend` names it, under which an owner of hooks is trained.
+
+    Args:
+        owner: a context's `workflow`.
+        unowned: for a hook that nothing owns.
+    """
+    framework = getattr(owner, "framework", None)
+    return unowned if owner is None else getattr(framework, "backend", "flax")

@@ -46,7 +46,7 @@ class CheckpointHook(HookSpec):
     async_save: bool = True
     """Whether training goes on while the files are written."""
     rank_zero_only: bool = True
-    """Whether only the first process asks for checkpoints."""
+    """Whether only the first process writes `checkpoint_dir`. For a run every process asks, and one writes."""
 
     _index: int = PrivateAttr(default=-1)
     _at: tuple[int, int] | None = PrivateAttr(default=None)
@@ -121,7 +121,9 @@ class CheckpointHook(HookSpec):
         if stage is TrainingStage.AFTER_VALIDATION:
             self._score(ctx.step_count, ctx.validation)
             return
-        if stage is not self.stage or (self.rank_zero_only and ctx.global_rank != 0):
+        # Checkpoints of a run are written by whoever writes the run, and all processes remember the same of them.
+        elsewhere = self.rank_zero_only and self.checkpoint_dir is not None and ctx.global_rank != 0
+        if stage is not self.stage or elsewhere:
             return
         if self.step_interval is not None:
             due, tag = ctx.step_count % self.step_interval == 0, f"step_{ctx.step_count}"

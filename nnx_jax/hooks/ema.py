@@ -128,7 +128,7 @@ class EMAHook(StatefulHookSpec):
         def average(mean: Any, now: Any) -> Any:
             if not xp.issubdtype(mean.dtype, xp.floating):
                 return now
-            return xp.where(first, now, self.decay * mean + (1 - self.decay) * now).astype(mean.dtype)
+            return xp.astype(xp.where(first, now, self.decay * mean + (1 - self.decay) * now), mean.dtype)
 
         params = {name: ctx.params[name] for name in old["average"]}
         buffers = {name: ctx.model_state[name] for name in old["buffers"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
@@ -198,13 +199,20 @@ def is_module(value: Any) -> bool:
     """Whether a value is a module of a framework that is here."""
     from flax import nnx
 
-    return isinstance(value, nnx.Module)
+    return isinstance(value, nnx.Module) or _of_torch(value)
+
+
+def _of_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def _weights(module: Any) -> dict[str, Any]:
     import numpy as np
     from flax import nnx
 
+    if _of_torch(module):
+        return {name: value.detach().cpu().float().numpy() for name, value in module.state_dict().items()}
     flat = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.RngState)))
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
 

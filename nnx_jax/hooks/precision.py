@@ -85,8 +85,8 @@ class MixedPrecisionHook(StatefulHookSpec):
         """
         scale, good = ctx.state["scale"], ctx.state["good"]
         finite = ctx.all_finite()
-        inverse = 1.0 / scale
-        ctx.grads = ctx.tree_map(lambda g: g * inverse, ctx.grads)
+        # Not times 1 / scale: of a scale above 2**126 that is subnormal, and compiled code takes it for 0.
+        ctx.grads = ctx.tree_map(lambda g: g / scale, ctx.grads)
         falls = ctx.xp.logical_not(will_skip) & ~finite
         lower = ctx.xp.maximum(scale * self.backoff_factor, self.min_scale)
         ctx.state = {"scale": ctx.xp.where(falls, lower, scale), "good": ctx.xp.where(falls, 0, good)}

@@ -14,15 +14,16 @@ from nnx_jax.core.errors import ConfigError, HookStateError
 from nnx_jax.core.registry import register
 from nnx_jax.core.spec import Spec
 from nnx_jax.core.stages import TrainingStage
-from nnx_jax.hooks.base import HookSpec
+from nnx_jax.hooks.base import HookSpec, engine_of
 from nnx_jax.params.fields import Count, Name, Text, Whole
 
-_STAGES = (
+STAGES = (
     TrainingStage.BEFORE_TRAINING,
     TrainingStage.BEFORE_BATCH,
     TrainingStage.AFTER_BATCH,
     TrainingStage.AFTER_TRAINING,
 )
+"""Where profilers are called."""
 
 
 class ProfileSchedule(Spec):
@@ -87,7 +88,7 @@ class ProfilerHook(HookSpec):
             yield "frequency", f"got {self.frequency}; a profile has gaps by its schedule (wait, active, repeat) only"
 
     def _runs_on_stage(self, stage: TrainingStage) -> bool:
-        return stage in _STAGES
+        return stage in STAGES
 
     def __call__(self, ctx: Any, stage: TrainingStage) -> None:
         """Start, mark the batch, move the schedule on, stop."""
@@ -99,6 +100,11 @@ class ProfilerHook(HookSpec):
         if self._over:
             raise HookStateError(
                 f"this ProfilerHook has written {self.output_dir} and ended; make another one for another run"
+            )
+        if not self._began and engine_of(getattr(ctx, "workflow", None)) == "torch":
+            raise ConfigError(
+                "ProfilerHook records what JAX does, and this run's engine is 'torch'; TorchProfilerHook takes the "
+                "same output_dir and schedule"
             )
         self._rank, self._began = int(ctx.global_rank or 0), True
         if stage is not TrainingStage.AFTER_BATCH:
@@ -156,17 +162,3 @@ class ProfilerHook(HookSpec):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
-
-
-class TorchProfilerHook:
-    """The torch profiler's hook; it comes with the torch engine, which this version does not have.
-
-    Raises:
-        ConfigError: always; ProfilerHook takes the same `output_dir` and `schedule`.
-    """
-
-    def __init__(self, output_dir: Any = None, **options: Any) -> None:
-        raise ConfigError(
-            "TorchProfilerHook profiles the torch engine (the extra nnx_jax[torch]), and this version trains with JAX "
-            "only; ProfilerHook takes the same output_dir and schedule and writes below rank_<n>/ too"
-        )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from nnx_jax.core.precision import sum_dtype
 from nnx_jax.core.registry import register
 from nnx_jax.core.stages import TrainingStage
 from nnx_jax.hooks.base import StatefulHookSpec
@@ -31,7 +32,7 @@ class SpikeSkipHook(StatefulHookSpec):
         max_consecutive: more rejections than this in a row, with no applied update between, stop the run; None for no
             limit.
 
-    Slot: {"mean": float32, "n": int32 applied updates, "skips": int32 updates this hook rejected, "row": int32 of them
+    Slot: {"mean": float, "n": int32 applied updates, "skips": int32 updates this hook rejected, "row": int32 of them
     in a row}, scalars. For "loss" also the "sum" and "count" of the open window's losses, for "grad_norm" the "norm" of
     the update that is being judged; all three are 0 when the window is over.
     """
@@ -46,10 +47,11 @@ class SpikeSkipHook(StatefulHookSpec):
 
     def init_state(self, params: Mapping[str, Any]) -> Any:
         """Nothing seen yet."""
-        slot = {"mean": np.float32(0), "n": np.int32(0), "skips": np.int32(0), "row": np.int32(0)}
+        zero = np.zeros((), sum_dtype(*(value.dtype for value in params.values())))
+        slot = {"mean": zero, "n": np.int32(0), "skips": np.int32(0), "row": np.int32(0)}
         if self.metric == "loss":
-            return {**slot, "sum": np.float32(0), "count": np.int32(0)}
-        return {**slot, "norm": np.float32(0)}
+            return {**slot, "sum": zero, "count": np.int32(0)}
+        return {**slot, "norm": zero}
 
     def __call__(self, ctx: Any, stage: TrainingStage, will_skip: Any) -> tuple[Any, Any]:
         """Judge the update, and learn from it once it was applied."""

@@ -61,7 +61,7 @@ class StageTimingHook(HookSpec):
     timer_backend: Literal["auto", "host", "device"] = "auto"
     """`device` waits for the device before it looks at the clock; `auto` is `host`."""
     log_path: Path_ = None
-    """CSV file of every interval, appended to after each batch; none: no file."""
+    """CSV file of every interval, appended to after each batch; none: no file. Process 1 of a group adds `.rank_1`."""
     show_console: bool = False
     """Whether a line for a person goes to standard error."""
     console_frequency: Count = 1
@@ -129,13 +129,15 @@ class StageTimingHook(HookSpec):
             return  # the count of updates may cost a read from the device, and nobody would see it
         rank, step, now = int(ctx.global_rank or 0), int(ctx.step_count), time.perf_counter() - self._since
         if self.log_path is not None:
-            self._write([f"{rank},{step},{a.name}->{b.name},{now:.6f},{seconds:.9f}" for a, b, seconds in pairs])
+            self._write(rank, [f"{rank},{step},{a.name}->{b.name},{now:.6f},{seconds:.9f}" for a, b, seconds in pairs])
         if shows:
             text = "  ".join(f"{a.name}->{b.name} {1e3 * seconds:.3f} ms" for a, b, seconds in pairs)
             print(f"rank {rank} step {step}  {text}", file=sys.stderr)
 
-    def _write(self, lines: list[str]) -> None:
+    def _write(self, rank: int, lines: list[str]) -> None:
         path = Path(self.log_path or "")
+        if rank:  # a file of its own: two processes would begin the same one
+            path = path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
         if not self._began:
             fsio.make_dir(path.parent)
             fsio.atomic_write(path, (",".join(COLUMNS) + "\n").encode())

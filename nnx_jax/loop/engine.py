@@ -39,6 +39,8 @@ class Records:
         committed: bool [n], that window became an update; False for an open or a skipped window.
         sums: loss and metric sums to add up, float64 [n, size] by name.
         veto: int [n], number of the update hook that vetoed the window, -1 for none; None without hooks.
+        rates: float64 [n] by named optimizer, the rate its update used; None for a single optimizer.
+        updates: int [n] by optimizer, updates it made; None where `committed` says it.
     """
 
     batch: np.ndarray
@@ -50,6 +52,8 @@ class Records:
     committed: np.ndarray
     sums: Mapping[str, np.ndarray]
     veto: np.ndarray | None = None
+    rates: Mapping[str, np.ndarray] | None = None
+    updates: Mapping[str, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -127,12 +131,16 @@ class Engine(Protocol):
         """Turn added-up record sums into values by name ("loss", then every metric)."""
         ...
 
+    def losses(self, sums: Sequence[float]) -> tuple[float, Mapping[str, float]]:
+        """Return the loss of added-up `sums["loss"]`, and every term's value, divided and not weighted."""
+        ...
+
     def evaluate(self, state: Any, split: str) -> Evaluation | None:
         """Score every row of a split once; None when the run has no such split."""
         ...
 
-    def set_rate(self, state: Any, rate: float) -> Any:
-        """Set the learning rate of the epoch clock."""
+    def set_rate(self, state: Any, rate: Any) -> Any:
+        """Set the learning rate of the epoch clock, or those of named optimizers."""
         ...
 
     def snapshot(self, state: Any, epoch: int, batch: int) -> Snapshot:
@@ -149,6 +157,10 @@ class Engine(Protocol):
 
     def trained(self, state: Any) -> Any:
         """Return the trained model with the state's weights; the state stays usable."""
+        ...
+
+    def weights(self, model: Any) -> Mapping[str, Any]:
+        """Return every weight and statistic of the model as it is now, under the names a snapshot has for them."""
         ...
 
     def absorb(self, state: Any) -> Any:

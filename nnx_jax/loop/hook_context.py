@@ -56,8 +56,8 @@ class HookContext:
         epoch: epochs finished.
         loss: of the microbatch, a float32 scalar; None before AFTER_LOSS.
         losses: by term, likewise.
-        predictions, gradients, params: only for a hook that names them in `needs`; gradients by path, as accumulated
-            so far and without loss scale.
+        predictions, gradients, params: only for a hook that names them in `needs`, unless the engine is torch's, which
+            has them anyway; gradients by path, as accumulated so far and without loss scale.
         learning_rate: of the last update.
         optimizers, lr_schedulers: aligned; a schedule may be None.
         grad_scaler: the loss scale's state as the host sees it; None without one.
@@ -109,7 +109,7 @@ class HookContext:
     def _fetch(self, name: str) -> Any:
         view: View = self.__dict__["_view"]
         hook, stage = self.__dict__["_hook"], self.__dict__["_stage"]
-        if name in NEEDS and name not in getattr(hook, "needs", ()):
+        if name in NEEDS and name not in getattr(hook, "needs", ()) and not getattr(view, "shows_all", False):
             raise TraceBoundaryError(
                 f"{type(hook).__name__} asks for ctx.{name}, which the step hands out only when it is declared; write "
                 f'needs = ("{name}",) in the class'
@@ -137,6 +137,10 @@ class HookContext:
         """The context as `hook` sees it at `stage`."""
         self.__dict__.update(_stage=stage, _hook=hook)
         return self
+
+    def renew(self) -> None:
+        """Another stage of an executor with values in hand: what was asked for may be another value now."""
+        self.__dict__["_kept"].clear()
 
     def move(self, **known: Any) -> None:
         """Counters after the microbatch."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from nnx_jax.core.errors import ComponentRestoreError
 from nnx_jax.core.hook_registry import HookRegistry, class_path
 from nnx_jax.core.hooks import CheckpointableHook, StatefulUpdateHook, runs_on
 from nnx_jax.core.stages import TrainingStage
+from nnx_jax.loop.components import plain, revived
 from nnx_jax.loop.hook_context import HookContext
 
 STAGES = tuple(TrainingStage)
@@ -150,7 +148,7 @@ class HookEvents:
     def state(self) -> dict[str, Any]:
         """State of the hooks that keep some on the host, as components of a generation, by class and occurrence."""
         return {
-            name: {"version": 1, "required": False, "state": _plain(hook.state_dict())}
+            name: {"version": 1, "required": False, "state": plain(hook.state_dict(), f"hook {class_path(hook)}")}
             for name, hook in self._checkpointable().items()
         }
 
@@ -165,7 +163,7 @@ class HookEvents:
             if name not in stored:
                 continue
             try:
-                hook.load_state_dict(_revived(stored[name]["state"]))
+                hook.load_state_dict(revived(stored[name]["state"]))
             except (ValueError, KeyError, TypeError) as problem:
                 problems.append(f"{name}: {problem}")
         if problems:
@@ -207,35 +205,6 @@ def _timed(hook: Any, stage: TrainingStage) -> bool:
     if stage.of_batch:
         return bool(_cadence(hook, "steps") or _cadence(hook, "epochs"))
     return bool(_cadence(hook, "epochs")) and stage is TrainingStage.AFTER_EPOCH
-
-
-def _plain(value: Any) -> Any:
-    """JSON values; arrays and non-finite floats with a mark."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return {"float": repr(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    array = np.asarray(value)
-    if array.dtype == object:
-        raise TypeError(f"a hook's state holds numbers, text and arrays; found {type(value).__name__}")
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"array": data, "dtype": array.dtype.name, "shape": list(array.shape)}
-
-
-def _revived(value: Any) -> Any:
-    """The inverse of `_plain`."""
-    if isinstance(value, Mapping):
-        if set(value) == {"float"}:
-            return float(value["float"])
-        if set(value) == {"array", "dtype", "shape"}:
-            raw = np.frombuffer(base64.b64decode(value["array"]), np.dtype(value["dtype"]))
-            return raw.reshape(value["shape"]).copy()
-        return {name: _revived(item) for name, item in value.items()}
-    return [_revived(item) for item in value] if isinstance(value, list) else value
 
 
 def _single(entry: Any) -> tuple[Any, ...]:

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nnx_jax.core.stages import TrainingStage
+from nnx_jax.loop import committing
 from nnx_jax.loop.callbacks import CallbackList, TrainContext
 from nnx_jax.loop.clocks import Cadence, span_batches
-from nnx_jax.loop.engine import Engine, Span
+from nnx_jax.loop.components import Components
+from nnx_jax.loop.context import OptimizerView
+from nnx_jax.loop.engine import Engine, Evaluation, Span
+from nnx_jax.loop.history_access import JournalRecords
 from nnx_jax.loop.hook_events import HookEvents
-from nnx_jax.loop.monitors import MonitorRecord, MonitorTracker, as_dict
-from nnx_jax.loop.progress import Progress
+from nnx_jax.loop.idle import check_idle
+from nnx_jax.loop.monitors import MonitorRecord, MonitorTracker
+from nnx_jax.loop.progress import Progress, tell_wait
 from nnx_jax.loop.records import RecordKeeper, Rows
-from nnx_jax.loop.signals import Interrupted, StopRequest
+from nnx_jax.loop.shared_stop import make_stop
+from nnx_jax.loop.signals import Interrupted
+from nnx_jax.loop.together import Together
+from nnx_jax.loop.updates import UpdateEvent, Updates
 from nnx_jax.loop.watched import SessionWatch
 from nnx_jax.params.run import RunSpec
-from nnx_jax.runs.commit import CommitPoint
+from nnx_jax.runs.extra import pack
 from nnx_jax.runs.pointers import phase_names
 from nnx_jax.runs.store import RunStore
+from nnx_jax.spmd.world import ALONE, World
 
 
 class EpochClock(Protocol):
     """A schedule on the epoch clock, moved by the host."""
 
     @property
-    def rate(self) -> float:
-        """Learning rate of the epoch to come."""
+    def rate(self) -> Any:
+        """Learning rate of the epoch to come; by name where there are several optimizers."""
         ...
 
-    def step(self, value: float | None = None) -> float:
+    def step(self, value: float | None = None) -> Any:
         """One epoch passed; `value` is the monitored value, for a plateau."""
         ...
 
@@ -53,6 +60,7 @@ class StartPoint:
         seen: updates up to which host events were done, fewer than `step` when a signal came before them.
         stopped: a callback had already ended this run.
         open_sums: record sums of the window that was open.
+        updates: updates of every optimizer, where they do not step together.
     """
 
     epoch: int = 0
@@ -67,6 +75,7 @@ class StartPoint:
     seen: int | None = None
     stopped: bool = False
     open_sums: Mapping[str, Any] = field(default_factory=dict)
+    updates: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,6 +86,12 @@ class LoopPlan:
         state: the engine's state, fresh or restored.
         end_epoch: epoch to stop before (absolute); None when only `max_steps` ends the run.
         hooks: the run's hooks, entered already; None for none.
+        schedules: on the update clock, every optimizer's rate for the update after so many.
+        after_update: told of every commit's updates before callbacks are; None for nobody.
+        check_counts: raises where an optimizer made more updates than its schedule has rates for; None where the number
+            of updates was planned.
+        world: the processes that run this session together.
+        geometry: processes and devices, as generations hold them; None for one device.
     """
 
     spec: RunSpec
@@ -91,19 +106,31 @@ class LoopPlan:
     max_steps: int | None
     clock: EpochClock | None = None
     model: Any = None
-    records: Rows = field(default_factory=Rows)
+    records: Rows | JournalRecords = field(default_factory=Rows)
     hooks: HookEvents | None = None
+    components: Components = field(default_factory=Components)
+    schedules: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    after_update: Callable[[Sequence[UpdateEvent]], Any] | None = None
+    check_counts: Callable[[Mapping[str, int]], None] | None = None
+    world: World = ALONE
+    geometry: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What a finished session leaves: the engine's state, whole-epoch values, and where it stands."""
+    """What a finished session leaves: the engine's state, whole-epoch values, and where it stands.
+
+    Attributes:
+        stopped_at: the update at which a callback ended the run inside an epoch. The rest is then of the last commit,
+            but for the state; None for any other end.
+    """
 
     state: Any
     values: dict[str, float]
     epoch: int
     step: int
-    records: Rows
+    records: Rows | JournalRecords
+    stopped_at: int | None = None
 
 
 class Session:
@@ -111,7 +138,7 @@ class Session:
 
     def __init__(self, plan: LoopPlan) -> None:
         self.plan, self.engine, self.state = plan, plan.engine, plan.state
-        train, checkpoint = plan.spec.train, plan.spec.checkpoint
+        train, checkpoint = plan.spec.training, plan.spec.checkpoint
         self.cadence = Cadence(
             log=train.log_every_n_steps,
             evaluate=train.eval_every_n_steps,
@@ -128,15 +155,26 @@ class Session:
         )
         self.keeper.resume(start.open_sums)
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
-        self.read_batch = first
-        self.committed_step = start.step
+        self.read_batch, self.last_update = first, self.engine.batch_count(plan.state)
+        self.committed_step, self.kept = start.step, (dict(start.values), start.epoch, start.step)
         self.validated = -1
         self.seen = start.step if start.seen is None else start.seen
         """Updates up to which the host events inside epochs (log, evaluation, commit) were done."""
         self.ctx = TrainContext(plan.store.paths.run_id, plan.model, start.epoch, start.step, dict(start.values))
         self.ctx.should_stop, self.ctx.rate = start.stopped, start.rate
-        self.ctx.records, self.ctx.sync = plan.records, lambda: self.engine.trained(self.state)
-        self.stop = StopRequest()
+        self.ctx.scheduler, self.ctx.runs_dir = plan.clock, plan.store.paths.root
+        self.ctx.optimizers = {
+            name: OptimizerView(name, params, start.updates.get(name, start.step), start.rate, plan.schedules.get(name))
+            for name, params in train.optimizers.items()
+        }
+        self.together = Together(self, plan.world)
+        self.updates = Updates(self)
+        self.ctx.trace = self.updates.trace
+        self.ctx.records, self.ctx.history_retention = plan.records.view, plan.records.retention
+        self.ctx.sync = self._weights
+        self.cut = False
+        """The run was ended inside an epoch; LAST stays where it is."""
+        self.stop = make_stop(plan.world)
         self.watch = None if plan.hooks is None else SessionWatch(self, plan.hooks)
 
     def run(self) -> LoopResult:
@@ -150,25 +188,29 @@ class Session:
         plan.progress.start(ctx.run_id, self._planned_epochs(), self.engine.n_batches)
         with self.stop:
             try:
-                plan.callbacks.train_begin(ctx)
-                self._restore_components()
+                self.together("callbacks begin", lambda: plan.callbacks.train_begin(ctx))
+                self.together("components are restored", self._restore_components)
                 begins = self._pending() or not self._finished()
                 if begins:
                     self._event(TrainingStage.BEFORE_TRAINING)
-                while self._pending() or not self._finished():
+                while not self._cut() and (self._pending() or not self._finished()):
                     self._epoch()
+                self.cut = self._cut()
+                if self.cut:
+                    self._give_up()
                 if begins:
                     self._event(TrainingStage.AFTER_TRAINING)
             except BaseException as failure:
                 error = failure
+                plan.world.notice(failure)
                 raise
             finally:
-                self._finalize(error)
-            if self.stop:
-                raise Interrupted(self.stop.number or 0)  # it came too late for an update; LAST is whole
-        current = self.validated == self.step or plan.start.step == self.step
-        values = {n: v for n, v in ctx.values.items() if current or n.startswith("train_")}
-        return LoopResult(self.state, values, self.epoch, self.step, plan.records)
+                committing.finalize(self, error)
+            if self.stop.settle():
+                raise Interrupted(self.stop.signal or 0)  # it came too late for an update; LAST is whole
+        if self.cut:
+            return LoopResult(self.state, *self.kept, plan.records, stopped_at=self.step)
+        return LoopResult(self.state, self._values(), self.epoch, self.step, plan.records)
 
     # -- one epoch ---------------------------------------------------------------------------------------------
 
@@ -176,9 +218,10 @@ class Session:
         self.ctx.epoch = self.epoch
         resumed = self.batch > 0
         self.keeper.begin_epoch(self.plan.start.totals if resumed else None)
+        self.updates.begin_epoch(self.epoch, self.plan.records.since if resumed else None)
         if not resumed and self.plan.clock is not None:
             self.state = self.engine.set_rate(self.state, self.plan.clock.rate)
-        self.plan.callbacks.epoch_begin(self.ctx)
+        self.together("callbacks before an epoch", lambda: self.plan.callbacks.epoch_begin(self.ctx))
         if not resumed:
             self._event(TrainingStage.BEFORE_EPOCH)
         if resumed and self._pending() and self.batch < self.engine.n_batches:
@@ -191,7 +234,7 @@ class Session:
             self._end_epoch()
 
     def _span(self) -> None:
-        target = self.cadence.next_step(self.step)
+        target = self.step + 1 if self.updates.each else self.cadence.next_step(self.step)
         count = span_batches(
             step=self.step,
             target=target,
@@ -209,9 +252,10 @@ class Session:
             self.batch += done
         if self.stop:
             self._read()
-            self._commit()
+            if not self._cut():
+                self._commit()
             self.plan.store.committer.drain()
-            raise Interrupted(self.stop.number or 0)
+            raise Interrupted(self.stop.signal or 0)
 
     def _event(self, stage: TrainingStage) -> None:
         """Fire a stage that belongs to no microbatch, and commit if a hook asked for it at one that has no commit."""
@@ -226,14 +270,23 @@ class Session:
 
     def _poll(self, done: int) -> bool:
         self.plan.progress.advance(self.epoch, self.batch + done)
-        return bool(self.stop)
+        return self.stop.poll()
 
     def _read(self) -> None:
         """Fetch the records: the host's only read from the device; the true update count comes with them."""
+        failure = self.together("records", self._read_here)
+        if failure is not None:
+            self.together("records", lambda: self._halt(failure))  # it commits, which is a conversation too
+
+    def _read_here(self) -> Exception | None:
+        self.ctx.data_seconds = getattr(self.engine, "data_seconds", 0.0)
+        tell_wait(self.plan.progress, self.ctx.data_seconds)
         found, failure = self.engine.read_records(self.state)
         for records in found:
             if not len(records):
                 continue
+            if records.step[-1] > self.step:
+                self.last_update = int(records.batch[records.step == records.step[-1]][0]) + 1
             self.step = self.ctx.step = int(records.step[-1])
             self.read_batch = int(records.batch[-1]) + 1 + self.shift
             updates = records.committed.nonzero()[0]
@@ -244,25 +297,29 @@ class Session:
             table = self.keeper.table(records)
             self.plan.store.history.append_table(table, len(records))
             self.plan.records.append_table(table, len(records))
-        if failure is not None:
-            self._keep_progress()
-            raise failure
-        if self.watch is not None:
-            self.watch.read()
+            self.updates.deliver(records)
+        if failure is None:
+            if self.watch is not None:
+                self.watch.read()
+            check_idle(self, None if self.watch is None else self.watch.vetoer)
+        return failure
 
-    def _keep_progress(self) -> None:
+    def _halt(self, failure: Exception) -> None:
         """Training halted: commit the updates before the one that failed, so that nothing done is lost."""
         self.batch = self.read_batch - self.epoch * self.engine.n_batches
         if self.step > self.committed_step:
             self._commit()
+        raise failure
 
     def _write(self, row: dict[str, Any]) -> None:
-        self.plan.store.history.append([row])
+        self.plan.store.history.append([pack(row, self.plan.store.history.columns)])
         self.plan.records.append(row)
 
     def _mid_epoch(self) -> None:
         """Host events inside an epoch: log, evaluate, commit, in this order."""
         self._read()
+        if self._cut():
+            return
         seen, self.seen = self.seen, self.step
         self._summarize()
         if self.watch is not None:
@@ -282,13 +339,14 @@ class Session:
     def _end_epoch(self) -> None:
         """Validate, decide, tick the epoch clock, call back, commit: the order of the founding document."""
         self._read()
+        self.updates.end_epoch(self.epoch)
         seen, self.seen = self.seen, self.step
         self._summarize()
         if self.watch is not None:
             self.watch.at_boundary(seen)
             self.watch.event(TrainingStage.AFTER_EPOCH)
-        train, checkpoint, epoch = self.plan.spec.train, self.plan.spec.checkpoint, self.epoch
-        last = self._last_epoch(epoch)
+        train, checkpoint, epoch = self.plan.spec.training, self.plan.spec.checkpoint, self.epoch
+        last = self._planned_end(epoch + 1)
         every = train.eval_every_n_epochs
         by_epoch = every is not None and (epoch + 1) % every == 0
         decision = None
@@ -297,7 +355,7 @@ class Session:
         if self.plan.clock is not None:
             self.plan.clock.step(decision.value if decision is not None else None)
         self._write(self._values_row("epoch", decision))
-        self.plan.callbacks.epoch_end(self.ctx)
+        self.together("callbacks after an epoch", lambda: self.plan.callbacks.epoch_end(self.ctx))
         fresh = {n: v for n, v in self.ctx.values.items() if decision is not None or n.startswith("train_")}
         self.plan.progress.values(epoch, self.step, fresh, epoch_end=True)
         self.epoch, self.batch = epoch + 1, 0
@@ -309,6 +367,7 @@ class Session:
             or last
             or improved
             or self.ctx.should_stop
+            or self.ctx.stop_at_update
             or bool(self.stop)
             or bool(self.ctx.deferred)
             or self._asked()
@@ -318,7 +377,7 @@ class Session:
             self._commit(best=improved, phases=self._phases(epoch))
         if self.stop:
             self.plan.store.committer.drain()
-            raise Interrupted(self.stop.number or 0)
+            raise Interrupted(self.stop.signal or 0)
 
     def _summarize(self) -> None:
         """Whole-epoch training values so far; an epoch without an update has none, not the last epoch's."""
@@ -329,13 +388,22 @@ class Session:
         """Score the validation split and take the one decision on it."""
         evaluation = self.engine.evaluate(self.state, "val")
         if evaluation is not None:
-            self.ctx.values.update({f"val_{name}": value for name, value in evaluation.values.items()})
+            before = {name: value for name, value in self.ctx.values.items() if not name.startswith("val_")}
+            self.ctx.values = before | {f"val_{name}": value for name, value in evaluation.values.items()}
         self.validated = self.step
         self.ctx.decision = self.plan.tracker.decide(self.ctx.values)
+        self.together("callbacks after a validation", lambda: self._tell_validation(evaluation))
+        return self.ctx.decision
+
+    def _tell_validation(self, evaluation: Evaluation | None) -> None:
         self.plan.callbacks.validation(self.ctx)
         if self.watch is not None and evaluation is not None:
             self.watch.validated(dict(evaluation.values), evaluation.count)
-        return self.ctx.decision
+
+    def _values(self) -> dict[str, float]:
+        """Whole-epoch values by name, without those of a validation before the last update."""
+        current = self.validated == self.step or self.plan.start.step == self.step
+        return {n: v for n, v in self.ctx.values.items() if current or n.startswith("train_")}
 
     def _values_row(self, kind: str, decision: MonitorRecord | None) -> dict[str, Any]:
         row: dict[str, Any] = {"kind": kind, "epoch": self.epoch, "batch": None, "step": self.step, "lr": self.ctx.rate}
@@ -352,16 +420,32 @@ class Session:
         return self.seen < self.step
 
     def _finished(self) -> bool:
-        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
-            return True
-        if self.ctx.should_stop:
-            return True
-        return self.plan.end_epoch is not None and self.epoch >= self.plan.end_epoch
+        return self.ctx.should_stop or self.ctx.stop_at_update or self._planned_end(self.epoch)
 
-    def _last_epoch(self, epoch: int) -> bool:
+    def _planned_end(self, epoch: int) -> bool:
+        """The run is as long as it was planned, before this epoch."""
         if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
             return True
-        return self.plan.end_epoch is not None and epoch + 1 >= self.plan.end_epoch
+        return self.plan.end_epoch is not None and epoch >= self.plan.end_epoch
+
+    def _weights(self) -> Any:
+        """What `ctx.sync()` gives; parts of a model that lie on other processes come only where all ask for them."""
+        axes = (self.plan.geometry or {}).get("mesh", {})
+        if any(size > 1 for name, size in axes.items() if name != "data"):
+            self.together("ctx.sync(), which every process must call where the model is split", lambda: None)
+        return self.engine.trained(self.state)
+
+    def _cut(self) -> bool:
+        """A callback ended the run inside an epoch, so what no commit holds is given up."""
+        inside = 0 < self.batch < self.engine.n_batches
+        return self.ctx.stop_at_update and inside and not self._planned_end(self.epoch)
+
+    def _give_up(self) -> None:
+        """Drop the records that no commit holds."""
+        store = self.plan.store
+        store.committer.drain()
+        store.history.discard()
+        self.plan.records.cut(store.committer.last.history.rows if store.committer.last is not None else 0)
 
     def _planned_epochs(self) -> int:
         if self.plan.end_epoch is not None:
@@ -370,10 +454,10 @@ class Session:
         return -(-(self.plan.max_steps or 0) // updates)
 
     def _phases(self, epoch: int) -> tuple[str, ...]:
-        train = self.plan.spec.train
+        train = self.plan.spec.training
         if not train.save_phase_checkpoints:
             return ()
-        first = self.plan.records[0]["epoch"] if self.plan.records else 0
+        first = self.plan.records.first_epoch or 0
         return phase_names(epoch - first, self._planned_epochs() - first)
 
     # -- state of the run --------------------------------------------------------------------------------------
@@ -381,105 +465,18 @@ class Session:
     def _restore_components(self) -> None:
         start = self.plan.start
         if start.components is not None:
-            self.plan.callbacks.load(start.components)
-            if self.plan.hooks is not None:
-                self.plan.hooks.load(start.components)
+            hooks, stored = self.plan.hooks, start.components
+            then = (lambda: None) if hooks is None else (lambda: hooks.load(stored))
+            self.plan.components.load(stored, then=then)
         if start.monitor is not None:
             self.plan.tracker.load(start.monitor)
         if self.plan.hooks is not None:
             self.engine.bind(self.state)
 
-    def _commit(self, *, best: bool = False, phases: tuple[str, ...] = ()) -> None:
-        """Hand one generation to the run store, with everything that continues the run bit for bit."""
-        snapshot = self.engine.snapshot(self.state, self.epoch, self.batch)
-        clock = self.plan.clock
-        host = {
-            "position": {"epoch": self.epoch, "batch": self.batch, "data": snapshot.position},
-            "step": self.step,
-            "seen": self.seen,
-            "stopped": self.ctx.should_stop,
-            "totals": storable(self.keeper.epoch.totals),
-            "values": storable(self.ctx.values),
-            "rate": storable(self.ctx.rate),
-            "length": {"end_epoch": self.plan.end_epoch, "max_steps": self.plan.max_steps},
-            "clock": clock.state() if clock is not None else None,
-            "monitor": self.plan.tracker.state(),
-            "decision": storable(as_dict(self.ctx.decision)) if self.ctx.decision else None,
-            "components": self.plan.callbacks.state(),
-            "topology": snapshot.topology,
-        }
-        if open_sums := self.keeper.open:
-            host["open"] = storable(open_sums)
-        retired, wait = (), False
-        if self.watch is not None:
-            host["components"].update(self.watch.events.state())
-            retired, wait = self.watch.served()
-        deferred, self.ctx.deferred = tuple(self.ctx.deferred), []
-        point = CommitPoint(
-            epoch=self.epoch if self.batch else max(self.epoch - 1, 0),
-            step=self.step,
-            batch=self.epoch * self.engine.n_batches + self.batch,
-            arrays=snapshot.arrays,
-            host=host,
-            names=phases,
-            best=best,
-            score=self._score(best),
-            deferred=deferred,
-            retired=retired,
-        )
-        self.plan.store.committer.commit(point)
-        if wait:
-            self.plan.store.committer.drain()
-        self.committed_step = self.step
-
-    def _score(self, best: bool) -> float | None:
-        """Rank in `runs/best`: only runs without a monitor of their own are comparable."""
-        decision = self.ctx.decision
-        return decision.value if best and decision is not None and self.plan.spec.train.monitor is None else None
-
-    def _finalize(self, error: BaseException | None) -> None:
-        """End callbacks in reverse, refresh LAST after a clean end, wait for the commit in flight, mask nothing."""
-        failures: list[Exception] = []
-        try:
-            for end in (self._end_callbacks, lambda _: self.plan.store.committer.drain()):
-                try:
-                    end(error)
-                except Exception as failure:  # whatever a cleanup did, the commit in flight is waited for
-                    failures.append(failure)
-        finally:
-            self.plan.progress.stop()
-        for failure in failures if error is not None else failures[1:]:
-            warnings.warn(f"while stopping: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
-        if error is None and failures:
-            raise failures[0]
-
-    def _end_callbacks(self, error: BaseException | None) -> None:
-        if error is None or isinstance(error, Interrupted):
-            self.engine.trained(self.state)
-        self.plan.callbacks.train_end(self.ctx, error)
-        if error is None:
-            self.state = self.engine.absorb(self.state)
-            self._commit()
-
-
-def storable(value: Any) -> Any:
-    """JSON values with non-finite floats spelled as text, since JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {name: storable(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [storable(item) for item in value]
-    return value
-
-
-def restored(value: Any) -> Any:
-    """The inverse of `storable` for values that hold only numbers."""
-    if isinstance(value, str):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {name: restored(item) for name, item in value.items()}
-    return [restored(item) for item in value] if isinstance(value, list) else value
+    def _commit(self, **more: Any) -> None:
+        """Hand one generation to the run store; see `committing.commit`."""
+        committing.commit(self, **more)
+        self.committed_step, self.kept = self.step, (self._values(), self.epoch, self.step)
 
 
 def train(plan: LoopPlan) -> LoopResult:

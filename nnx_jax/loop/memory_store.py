@@ -12,18 +12,23 @@ from nnx_jax.runs.commit import CommitPoint
 @dataclass(frozen=True)
 class _Paths:
     run_id: str
+    root: None = None
 
 
 class _History:
     """Takes rows and lets go of them."""
 
     rows = 0
+    columns: tuple[str, ...] = ()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of one kind."""
 
     def append_table(self, table: Mapping[str, Any], n_rows: int) -> None:
         """Rows by column."""
+
+    def discard(self) -> None:
+        """Nothing is held."""
 
 
 class _Committer:

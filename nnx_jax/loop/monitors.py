@@ -11,6 +11,9 @@ from typing import Any
 from nnx_jax.core.errors import NnxError
 from nnx_jax.params.train import MonitorSpec
 
+SCORES = ("val_error", "val_loss", "train_error", "train_loss")
+"""What a run without a monitor goes by, the first that is finite."""
+
 
 class MonitorUnavailableError(NnxError, ValueError):
     """The monitored value is missing or not finite and the monitor says that is an error."""
@@ -30,7 +33,7 @@ class MonitorRecord:
 
 
 def default_score(values: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return the first finite of val error, val loss, train error, train loss (lower is better), with its name."""
+    """Return the first finite of `SCORES` (lower is better), with its name."""
     for split in ("val", "train"):
         accuracy = values.get(f"{split}_accuracy")
         if accuracy is not None and math.isfinite(accuracy):
@@ -45,13 +48,16 @@ class MonitorTracker:
     """Keeps the best value of one monitor and says whether a new one improves.
 
     The first finite value improves; a later one must beat the best by more than `min_delta` (strictly). Ties and
-    non-finite values never improve. Without a spec the default score of `default_score` is minimised.
+    non-finite values never improve. Without a spec the default score of `default_score` is minimised; where another
+    score had to stand in for the one that `best` is of, it says nothing about better or worse.
     """
 
     def __init__(self, spec: MonitorSpec | None, direction: str = "min") -> None:
         self.spec = spec
         self.direction = direction
         self.best: float | None = None
+        self._named: str | None = None
+        """Which value `best` is."""
         self._warned: set[str] = set()
 
     def decide(self, values: Mapping[str, float]) -> MonitorRecord:
@@ -68,14 +74,16 @@ class MonitorTracker:
             value = values.get(name)
         status = "missing" if value is None else "ok" if math.isfinite(value) else "nonfinite"
         self._complain(name, value, status)
-        improved = status == "ok" and value is not None and self._beats(value, min_delta)
+        improved = status == "ok" and value is not None and self._beats(name, value, min_delta)
         if improved:
-            self.best = value
+            self.best, self._named = value, name
         return MonitorRecord(name, value, status, improved, self.best)
 
-    def _beats(self, value: float, min_delta: float) -> bool:
+    def _beats(self, name: str, value: float, min_delta: float) -> bool:
         if self.best is None:
             return True
+        if self.spec is None and self._named not in (None, name):
+            return SCORES.index(name) < SCORES.index(str(self._named))  # the better kind of score is back
         return value < self.best - min_delta if self.direction == "min" else value > self.best + min_delta
 
     def _complain(self, name: str, value: float | None, status: str) -> None:
@@ -90,7 +98,7 @@ class MonitorTracker:
 
     def state(self) -> dict[str, Any]:
         """What a generation keeps: the rule and the best value so far."""
-        return {"rule": self.rule(), "best": self.best}
+        return {"rule": self.rule(), "best": self.best, "named": self._named}
 
     def rule(self) -> dict[str, Any]:
         """The rule a stored best belongs to; another rule cannot continue it."""
@@ -98,7 +106,7 @@ class MonitorTracker:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a stored best; the caller has compared the rules."""
-        self.best = state["best"]
+        self.best, self._named = state["best"], state.get("named")
 
 
 def as_dict(record: MonitorRecord) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 LINE_LENGTH = 200
@@ -16,7 +17,10 @@ SHOWN = ("train_loss", "val_loss", "train_accuracy", "val_accuracy", "val_perple
 
 
 class Progress(Protocol):
-    """What the loop tells a progress display; nothing here reads the device."""
+    """What the loop tells a progress display; nothing here reads the device.
+
+    One with a method `waited(seconds)` is also told how long training has waited for its data so far.
+    """
 
     def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
         """Training begins."""
@@ -64,6 +68,17 @@ def _short(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) and 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
+def tell_wait(progress: Progress, seconds: float) -> None:
+    """Tell a display that wants to know how long training has waited for its data so far."""
+    if hasattr(progress, "waited"):
+        progress.waited(seconds)  # type: ignore[attr-defined]
+
+
+def _wait(waited: float, seconds: float) -> str:
+    """What to say of a wait for data: nothing while it is short."""
+    return f", data {waited:.1f} s" if waited > max(0.05 * seconds, 0.05) else ""
+
+
 def say(text: str, stream: IO[str] | None) -> None:
     """Print to a stream that may be closed, broken or ASCII only: a reader that left must not end a run."""
     if stream is None:
@@ -92,7 +107,7 @@ class PlainProgress:
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream
         self._n_epochs = 0
-        self._since = 0.0
+        self._since = self._waited = 0.0
 
     def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
         self._n_epochs, self._since = n_epochs, time.monotonic()
@@ -104,8 +119,12 @@ class PlainProgress:
         mark = "" if epoch_end else " ..."
         seconds = time.monotonic() - self._since
         text = f"epoch {epoch + 1}/{self._n_epochs}{mark}  step {step}  {describe(values)}"
-        end = f"  {seconds:.1f} s"
+        end = f"  {seconds:.1f} s{_wait(self._waited, seconds)}"
         self.message(text[: LINE_LENGTH - len(end)] + end)
+
+    def waited(self, seconds: float) -> None:
+        """Training has waited for its data for so long; lines name a wait of more than a twentieth."""
+        self._waited = seconds
 
     def message(self, text: str) -> None:
         say("".join(char if " " <= char <= "~" else "?" for char in text), self.stream or sys.stderr)
@@ -133,9 +152,10 @@ class BarProgress:
         )
         self._task: Any = None
         self._n_epochs = self._n_batches = 0
+        self._since = self._waited = 0.0
 
     def start(self, run_id: str, n_epochs: int, n_batches: int) -> None:
-        self._n_epochs, self._n_batches = n_epochs, n_batches
+        self._n_epochs, self._n_batches, self._since = n_epochs, n_batches, time.monotonic()
         self._bars.start()
         self.message(f"run {run_id}")
         self._task = self._bars.add_task("train", total=n_epochs * n_batches, epoch=f"0/{n_epochs}", text="")
@@ -145,7 +165,11 @@ class BarProgress:
         self._bars.update(self._task, completed=done, epoch=f"{epoch + 1}/{self._n_epochs}")
 
     def values(self, epoch: int, step: int, values: Mapping[str, float], *, epoch_end: bool) -> None:
-        self._bars.update(self._task, text=describe(values))
+        self._bars.update(self._task, text=describe(values) + _wait(self._waited, time.monotonic() - self._since))
+
+    def waited(self, seconds: float) -> None:
+        """Training has waited for its data for so long."""
+        self._waited = seconds
 
     def message(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -165,3 +189,11 @@ def make_progress(quiet: bool = False) -> Progress:
     except (AttributeError, ValueError):
         terminal = False
     return BarProgress() if terminal else PlainProgress()
+
+
+def shown(path: Path) -> str:
+    """A path relative to the working directory, where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -9,6 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from nnx_jax.loop.engine import Records
+from nnx_jax.runs.extra import EXTRA
 
 Sums = Mapping[str, Sequence[float]]
 Summarize = Callable[[Sums], dict[str, float]]
@@ -16,12 +17,21 @@ Summarize = Callable[[Sums], dict[str, float]]
 FIXED = ("kind", "epoch", "batch", "step", "lr", "grad_norm", "skipped")
 
 
-def history_columns(metrics: Sequence[str], *, validates: bool) -> tuple[str, ...]:
-    """Columns of idps.csv: fixed ones, then train and validation values by name ("loss" and every metric)."""
-    names = ("loss", *metrics)
-    train = tuple(f"train_{name}" for name in names)
-    val = tuple(f"val_{name}" for name in names) if validates else ()
-    return (*FIXED, *train, *val, "monitor", "improved")
+def history_columns(
+    metrics: Sequence[str], scores: Sequence[str] | None = None, *, optimizers: Sequence[str] = (), extra: bool = False
+) -> tuple[str, ...]:
+    """Columns of a history.
+
+    Args:
+        metrics: names of the training values besides the loss.
+        scores: names of the validation values besides the loss; None without a validation.
+        optimizers: names of several optimizers; each has its rate under `lr_<name>`.
+        extra: validations return more than these names.
+    """
+    train = tuple(f"train_{name}" for name in ("loss", *metrics))
+    val = () if scores is None else tuple(f"val_{name}" for name in ("loss", *scores))
+    rates = tuple(f"lr_{name}" for name in optimizers)
+    return (*FIXED, *rates, *train, *val, *((EXTRA,) if extra and val else ()), "monitor", "improved")
 
 
 class SumTotals:
@@ -45,6 +55,25 @@ class Rows(Sequence[dict[str, Any]]):
         self._parts: list[list[dict[str, Any]] | tuple[dict[str, Any], int]] = [list(rows)]
         self._ends = [len(self._parts[0])]
 
+    @property
+    def view(self) -> Sequence[Mapping[str, Any]]:
+        """What callbacks see."""
+        return self
+
+    @property
+    def retention(self) -> int | None:
+        """How many rows callbacks see; None for all."""
+        return None
+
+    def since(self, epoch: int) -> Sequence[Mapping[str, Any]]:
+        """The rows from some place at or before the beginning of an epoch on: all of them."""
+        return self
+
+    @property
+    def first_epoch(self) -> int | None:
+        """Epoch of the run's first row, None before there is one."""
+        return self[0]["epoch"] if len(self) else None
+
     def append(self, row: dict[str, Any]) -> None:
         """Add one row."""
         self._add([row], 1)
@@ -52,6 +81,13 @@ class Rows(Sequence[dict[str, Any]]):
     def append_table(self, table: dict[str, Any], n_rows: int) -> None:
         """Add rows given by column, see `RecordKeeper.table`."""
         self._add((table, n_rows), n_rows)
+
+    def cut(self, n_rows: int) -> None:
+        """Keep the first `n_rows` rows."""
+        kept = self[:n_rows]
+        self._parts.clear()
+        self._parts.append(kept)
+        self._ends = [len(kept)]
 
     def _add(self, part: Any, n_rows: int) -> None:
         self._parts.append(part)
@@ -119,6 +155,8 @@ class RecordKeeper:
             "grad_norm": _or_none(records.grad_norm, records.closed),
             "skipped": skipped.astype(int).tolist(),
         }
+        for name, rates in (records.rates or {}).items():
+            table[f"lr_{name}"] = _or_none(rates, records.committed & (records.updates or {})[name].astype(bool))
         for name, values in self._values(records).items():
             table[f"train_{name}"] = _or_none(values, ~np.isnan(values) | records.sums[name].any(axis=1))
         return table

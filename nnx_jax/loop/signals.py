@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
+_ECHO_SECONDS = 1.0
+"""A SIGTERM that comes again so soon is the first one: a scheduler sent it to all, and a launcher passed it on."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,6 +26,7 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int, *, committed: bool = True) -> None:
         self.signal = signal.Signals(number)
         self.exit_code = 128 + number
+        self.committed = committed
         stands = "the last finished update is committed" if committed else "what was committed before stands"
         super().__init__(f"stopped by {self.signal.name}; {stands}; the same command continues")
 
@@ -36,6 +40,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -48,9 +53,23 @@ class StopRequest:
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self.number is None:
+            self.number, self._since = number, time.monotonic()
+        elif not self.number == number == signal.SIGTERM or time.monotonic() > self._since + _ECHO_SECONDS:
             raise Interrupted(number, committed=False)
-        self.number = number
+
+    @property
+    def signal(self) -> int | None:
+        """The signal, None without one."""
+        return self.number
+
+    def poll(self) -> bool:
+        """A call of the step has ended; whether to stop after it."""
+        return bool(self)
+
+    def settle(self) -> bool:
+        """The run is at its end; whether it was asked to stop."""
+        return bool(self)
 
     def __bool__(self) -> bool:
         return self.number is not None

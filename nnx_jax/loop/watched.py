@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnx_jax.core.errors import HookStateError
@@ -47,7 +47,6 @@ class SessionWatch:
         self._inside: Any = None
         self._live: Any = None
         self._place: tuple[int, int] | None = None
-        self._last_update = session.engine.batch_count(session.state)
         self._vetoer: int | None = None
         self.validation: dict[str, float] | None = None
         events.observe = self._observed
@@ -61,6 +60,9 @@ class SessionWatch:
 
     def event(self, stage: Stage) -> None:
         """Fire a stage that belongs to no microbatch."""
+        self.session.together(f"hooks at {stage.name}", lambda: self._event(stage))
+
+    def _event(self, stage: Stage) -> None:
         ctx = self._context()
         self.events.fire(stage, ctx, lambda hook: self.session.step % _frequency(hook) == 0)
         if stage is Stage.AFTER_EPOCH:
@@ -74,13 +76,14 @@ class SessionWatch:
         if any(due(every, seen, step) for every in self.events.cadences):
             ctx = self._context(rolled=False)
             stages = (*BEFORE_STEP, Stage.AFTER_BATCH)
-            self.events.fire_timed("steps", stages, ctx, lambda every: due(every, seen, step))
+            fire = lambda: self.events.fire_timed("steps", stages, ctx, lambda every: due(every, seen, step))  # noqa: E731
+            self.session.together("hooks after updates", fire)
             ctx.close()
 
     def validated(self, values: dict[str, float], count: int) -> None:
         """A validation gave these values."""
         self.validation = {"total_loss": values["loss"], **values, "num_samples": count} if "loss" in values else values
-        self.event(Stage.AFTER_VALIDATION)
+        self._event(Stage.AFTER_VALIDATION)
 
     def _context(self, *, rolled: bool = True) -> HookContext:
         """A context of the state now; the epoch counts as finished after its last microbatch if `rolled`."""
@@ -113,7 +116,7 @@ class SessionWatch:
         is_due = lambda hook: id(hook) in due  # noqa: E731
         self._inside = None
         try:
-            events.fire(Stage.BEFORE_BATCH, ctx, is_due)
+            self._fire(Stage.BEFORE_BATCH, ctx, is_due)
             self.serve()
             full = engine.open_batches(session.state) + 1 == engine.accumulate
             self._live = ctx, is_due
@@ -123,20 +126,33 @@ class SessionWatch:
             self.possible += full or closes
             if not engine.in_place:
                 for stage in INSIDE:
-                    events.fire(stage, ctx, is_due)
+                    self._fire(stage, ctx, is_due)
             self._mark = None
+            if engine.in_place:
+                ctx.renew()
             ctx.move(batch_count=engine.batch_count(session.state), epoch_step_count=session.batch)
-            events.fire(Stage.AFTER_BATCH, ctx, self._due)
+            self._fire(Stage.AFTER_BATCH, ctx, self._due)
         finally:
             self._mark = self._inside = self._live = self._place = None
             ctx.close()
         self.serve()
+
+    def _fire(self, stage: Stage, ctx: HookContext, due: Callable[[Any], bool]) -> None:
+        """Fire a stage of a microbatch; processes agree on it where somebody is due."""
+        together = self.session.together
+        if together.world.alone:
+            self.events.fire(stage, ctx, due)
+            return
+        chosen = {id(hook) for hook in self.events.watching(stage) if due(hook)}
+        if chosen:
+            together(f"hooks at {stage.name}", lambda: self.events.fire(stage, ctx, lambda hook: id(hook) in chosen))
 
     def _observed(self, stage: Stage, inner: Any) -> None:
         """An executor with values in hand is at `stage`: hooks are called there and then."""
         if self._live is not None and stage in INSIDE:
             ctx, due = self._live
             self._inside = inner
+            ctx.renew()
             self.events.fire(stage, ctx, due)
 
     def serve(self) -> None:
@@ -152,6 +168,11 @@ class SessionWatch:
         return answer
 
     # -- the view of contexts ----------------------------------------------------------------------------------
+
+    @property
+    def shows_all(self) -> bool:
+        """The engine has every value in hand, so that nobody has to ask for one beforehand."""
+        return getattr(self.session.engine, "shows_all", False)
 
     def step_count(self) -> int:
         """Updates made, exactly; before the microbatch while its stages up to AFTER_OPTIMIZER_STEP are called."""
@@ -218,36 +239,19 @@ class SessionWatch:
             earlier = records.batch < self._mark
             if earlier.any():
                 self._before = int(records.step[earlier][-1])
-        updates = records.committed.nonzero()[0]
-        if len(updates):
-            self._last_update = int(records.batch[updates[-1]]) + 1
         if (orchestrator := self.events.registry.update) is not None:
             orchestrator.optimizer_step_skipped = not bool(records.committed[-1])  # as of this read
         if records.veto is not None and (said := records.veto[records.veto >= 0]).size:
             self._vetoer = int(said[-1])
 
     def read(self) -> None:
-        """All records are read: the counts are exact.
-
-        Raises:
-            HookStateError: (a RuntimeError) no update for so long that a run of `max_steps` would never end: ten
-                epochs, but at least 100 windows and at most 10 000; 10 000 microbatches where hooks make the windows.
-        """
+        """All records are read: the counts are exact."""
         self.possible, self._before_known = 0, True
-        session, engine = self.session, self.session.engine
-        if session.plan.end_epoch is not None or session.plan.max_steps is None:
-            return
-        idle = engine.batch_count(session.state) - self._last_update
-        window = max(engine.accumulate, 1)
-        # Where a hook decides batch by batch what is kept, a window of its own may be of any length.
-        least = 10_000 if getattr(engine, "dynamic", False) else max(10 * engine.n_batches, 100 * window)
-        if idle >= min(least, 10_000 * window):
-            who = (
-                "nothing was left of any window" if self._vetoer is None else f"{engine.hook_name(self._vetoer)} vetoes"
-            )
-            raise HookStateError(
-                f"no update in the last {idle} microbatches, so max_steps would never be reached: {who} every step"
-            )
+
+    @property
+    def vetoer(self) -> str | None:
+        """Class of the hook that vetoed last; None for none."""
+        return None if self._vetoer is None else self.session.engine.hook_name(self._vetoer)
 
 
 _NAMES = {"gradients": "unscaled_grads"}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from nnx_jax.core.errors import ModelError
 from nnx_jax.nets.feed_forward import FeedForward
-from nnx_jax.nets.layers import activation, as_features, norm_layer
+from nnx_jax.nets.layers import ShardingRules, activation, as_features, norm_layer, split_inputs, split_outputs
 
 
 class Conv(nnx.Module):
@@ -54,6 +54,14 @@ class Conv(nnx.Module):
             norm=norm,
             rngs=rngs,
         )
+
+    def sharding_rules(self) -> ShardingRules:
+        """Convolutions in pairs, split by outputs and then by inputs; the head as a feed-forward network."""
+        rules: ShardingRules = {}
+        for index in range(len(self.convs)):
+            layer, norm = f"convs.{index}", f"norms.{index}"
+            rules |= split_inputs(layer, 4) if index % 2 else split_outputs(layer, norm, 4)
+        return rules | self.head.sharding_rules("head.")
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
         """x [B, H, W, C] -> [B, output_dim]; mask [B] leaves rows out of batch statistics.

@@ -9,7 +9,15 @@ import jax
 from flax import nnx
 
 from nnx_jax.core.errors import ModelError
-from nnx_jax.nets.layers import activation, as_features, maybe_dropout, norm_layer
+from nnx_jax.nets.layers import (
+    ShardingRules,
+    activation,
+    as_features,
+    maybe_dropout,
+    norm_layer,
+    split_inputs,
+    split_outputs,
+)
 
 
 class FeedForward(nnx.Module):
@@ -39,6 +47,14 @@ class FeedForward(nnx.Module):
         self.norms = nnx.List(norm_layer(norm, hidden, rngs=rngs) for hidden in sizes[1:]) if norm else None
         self.dropout = maybe_dropout(dropout_prob, rngs=rngs)
         self.head = nnx.Linear(sizes[-1], output_dim, rngs=rngs)
+
+    def sharding_rules(self, prefix: str = "") -> ShardingRules:
+        """Layers in pairs, split by outputs and then by inputs, so that each pair adds up its results once."""
+        rules: ShardingRules = {}
+        for index in range(len(self.layers)):
+            layer, norm = f"{prefix}layers.{index}", f"{prefix}norms.{index}"
+            rules |= split_inputs(layer) if index % 2 else split_outputs(layer, norm)
+        return rules | (split_inputs(f"{prefix}head") if len(self.layers) % 2 else {})
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
         """x [B, ...] -> [B, output_dim]; mask [B] leaves rows out of batch statistics.

@@ -45,7 +45,7 @@ def as_features(x: Any, dtype: Any) -> jax.Array:
     """
     x = jnp.asarray(x)
     if x.dtype == jnp.uint8:
-        return (x.astype(jnp.float32) / 255.0).astype(dtype)
+        return (x.astype(jnp.promote_types(jnp.float32, dtype)) / 255.0).astype(dtype)
     return x.astype(dtype)
 
 
@@ -97,6 +97,25 @@ def norm_layer(kind: str, size: int, *, rngs: nnx.Rngs) -> Any:
     if kind not in NORMS:
         raise ConfigError(f"there is no norm '{kind}'{nearest(kind, NORMS)}")
     return NORMS[kind](size, rngs=rngs)
+
+
+ShardingRules = dict[str, tuple[str | None, ...]]
+"""Patterns of parameter paths to what splits each dimension, by the name of a mesh's axis."""
+
+
+def split_outputs(layer: str, norm: str, dims: int = 2) -> ShardingRules:
+    """Each device computes its own share of a layer's outputs, from all of its inputs."""
+    return {
+        f"{layer}.kernel": (*[None] * (dims - 1), "tensor"),
+        f"{layer}.bias": ("tensor",),
+        f"{norm}.scale": ("tensor",),
+        f"{norm}.bias": ("tensor",),
+    }
+
+
+def split_inputs(layer: str, dims: int = 2) -> ShardingRules:
+    """Each device computes its own share of every sum over a layer's inputs; the shares are then added."""
+    return {f"{layer}.kernel": (*[None] * (dims - 2), "tensor", None)}
 
 
 def maybe_dropout(rate: float, *, rngs: nnx.Rngs) -> nnx.Dropout | None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_jax.core.errors import ConfigError, ModelError, nearest
-from nnx_jax.nets.layers import LayerNorm, maybe_dropout
+from nnx_jax.core.precision import sum_dtype, widened
+from nnx_jax.nets.layers import LayerNorm, ShardingRules, maybe_dropout
 
 INIT_STD = 0.02  # GPT-2; layers that add to the residual stream get it divided by sqrt(2 * n_layers)
 ROTARY_BASE = 10000.0
@@ -60,6 +61,19 @@ class TransformerLM(nnx.Module):
         self.head = (
             None if tie_embeddings else nnx.Linear(d_model, vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
         )
+
+    def sharding_rules(self) -> ShardingRules:
+        """Attention and perceptron split by outputs and then by inputs; the embedding, and so the logits, by tokens."""
+        return {
+            "embed.embedding": ("tensor", None),
+            "blocks.*.qkv.kernel": (None, "tensor"),
+            "blocks.*.qkv.bias": ("tensor",),
+            "blocks.*.out.kernel": ("tensor", None),
+            "blocks.*.up.kernel": (None, "tensor"),
+            "blocks.*.up.bias": ("tensor",),
+            "blocks.*.down.kernel": ("tensor", None),
+            "head.kernel": (None, "tensor"),
+        }
 
     def __call__(self, x: Any) -> jax.Array:
         """x int [B, T] -> [B, T, vocab_size] in the type of the weights.
@@ -128,22 +142,22 @@ class Block(nnx.Module):
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """softmax(q k / sqrt(size)) v over positions up to one's own; all [B, heads, T, size], scores in float32.
+    """softmax(q k / sqrt(size)) v over positions up to one's own; all [B, heads, T, size], scores in float32 or wider.
 
     Written out: half the time of jax.nn.dot_product_attention on a CPU (heads before time saves its transposes).
     """
     length, size = q.shape[-2:]
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) / math.sqrt(size)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=sum_dtype(q.dtype)) / math.sqrt(size)
     past = jnp.tril(jnp.ones((length, length), bool))
     share = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bhkd->bhqd", share.astype(v.dtype), v)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions for x [..., T, size]: pairs (i, i + size/2) turned by t * base^(-2i/size), in float32."""
-    half = x.shape[-1] // 2
-    speed = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[-2], dtype=jnp.float32)[:, None] * speed
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotary positions for x [..., T, size]: pairs (i, i + size/2) turned by t * base^(-2i/size), float32 or wider."""
+    half, wide = x.shape[-1] // 2, widened(x)
+    speed = ROTARY_BASE ** (-jnp.arange(half, dtype=wide.dtype) / half)
+    angle = jnp.arange(x.shape[-2], dtype=wide.dtype)[:, None] * speed
+    first, second = jnp.split(wide, 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.core.precision import sum_dtype
 from nnx_jax.objectives.terms import LossTerm, check_terms
-from nnx_jax.objectives.weights import WeightSchedule, as_schedule, check_sum
+from nnx_jax.objectives.weights import WeightSchedule, as_schedule, check_sum, weight_at
 
 Terms = Callable[[Any, Any], tuple[LossTerm, ...]]
 
@@ -64,7 +66,7 @@ class KeyedLoss(BaseLossFunction):
         """How many items have an illegal label, as the loss itself counts them."""
         count = getattr(self.loss, "invalid_labels", None)
         if count is None:
-            return jnp.int32(0)
+            return 0
         return count(outputs[self.prediction_key], {**batch, "y": batch[self.target_key]})
 
 
@@ -129,14 +131,14 @@ class ComposedLossFunction(BaseLossFunction):
         """A weight follows a schedule."""
         return not all(isinstance(weight, float) for weight in self.weights)
 
-    def raw_weights(self, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:
-        """Weights as given, by component."""
-        found = (weight if isinstance(weight, float) else weight(step, epoch) for weight in self.weights)
+    def raw_weights(self, step: Any = 0, epoch: Any = 0, dtype: Any = np.float32) -> dict[str, Any]:
+        """Weights as given, by component; in `dtype` where they are traced."""
+        found = (weight_at(weight, step, epoch, dtype) for weight in self.weights)
         return dict(zip(self.names, found, strict=True))
 
-    def effective_weights(self, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:
+    def effective_weights(self, step: Any = 0, epoch: Any = 0, dtype: Any = np.float32) -> dict[str, Any]:
         """Weights as used, by component: divided by their sum when they are normalised."""
-        raw = self.raw_weights(step, epoch)
+        raw = self.raw_weights(step, epoch, dtype)
         if not self.normalize_weights:
             return raw
         total = sum(raw.values())
@@ -157,11 +159,13 @@ class ComposedLossFunction(BaseLossFunction):
 
     def _terms(self, outputs: Any, batch: Any, step: Any, epoch: Any) -> tuple[LossTerm, ...]:
         self._check()
-        weights = self.effective_weights(step, epoch)
+        parts = list(self._parts(outputs, batch, None))
+        dtypes = (getattr(term.numerator, "dtype", np.float32) for _, term in parts)
+        weights = self.effective_weights(step, epoch, sum_dtype(*dtypes))
         terms: list[LossTerm] = []
-        for name, term in self._parts(outputs, batch, None):
+        for name, term in parts:
             if self.scheduled:
-                term = dataclasses.replace(term, scale=jnp.asarray(weights[name], jnp.float32))
+                term = dataclasses.replace(term, scale=_factor(weights[name], term.numerator))
             else:
                 term = dataclasses.replace(term, weight=term.weight * weights[name])
             terms.append(term)
@@ -184,7 +188,7 @@ class ComposedLossFunction(BaseLossFunction):
     def invalid_labels(self, outputs: Any, batch: Any) -> Any:
         """How many items have an illegal label, as the components count them."""
         counts = [getattr(component, "invalid_labels", None) for component in self.components]
-        return sum((count(outputs, batch) for count in counts if count is not None), start=jnp.int32(0))
+        return sum(count(outputs, batch) for count in counts if count is not None)
 
     def __mul__(self, weight: Any) -> ComposedLossFunction:
         if isinstance(weight, WeightSchedule):
@@ -208,10 +212,36 @@ def to_terms(result: Any, name: str, rows: Any = None) -> tuple[LossTerm, ...]:
     if isinstance(result, jax.Array) and result.ndim == 0 and jnp.issubdtype(result.dtype, jnp.floating):
         count = jnp.float32(1.0) if rows is None else jnp.asarray(rows, jnp.float32)
         return (LossTerm(name, result if rows is None else result * count, count),)
-    found = f"an array of shape {list(result.shape)}" if isinstance(result, jax.Array) else type(result).__name__
+    if of_torch(result) and _is_float_scalar(result):
+        return (_torch_term(result, name, rows),)
+    is_array = isinstance(result, jax.Array) or of_torch(result)
+    found = f"an array of shape {list(np.shape(result))}" if is_array else type(result).__name__
     raise TypeError(
         f"loss '{name}' returned {found}; return a float scalar of the step, a LossTerm, or several of them"
     )
+
+
+def of_torch(value: Any) -> bool:
+    """A torch tensor, told without importing torch."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "is_cpu")
+
+
+def _is_float_scalar(tensor: Any) -> bool:
+    """A torch tensor holds one real number."""
+    return tensor.ndim == 0 and tensor.is_floating_point()
+
+
+def _torch_term(value: Any, name: str, rows: Any) -> LossTerm:
+    wide = value if value.itemsize == 8 else value.float()  # float64 stays, as everywhere
+    count = wide.new_ones(()) * (1.0 if rows is None else rows)
+    return LossTerm(name, wide * count, count)
+
+
+def _factor(weight: Any, numerator: Any) -> Any:
+    """A weight as the factor of a numerator: for torch, whose steps are not traced, a number of the host."""
+    if of_torch(numerator):
+        return float(weight)
+    return jnp.asarray(weight, jnp.result_type(jnp.float32, numerator))
 
 
 def pick_key(values: Any, key: str, what: str, loss: str) -> Any:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.core.registry import lookup
-from nnx_jax.objectives.losses import Task, build_loss, pick
-from nnx_jax.objectives.targets import Batch, Items, bernoulli_items, class_items, value_items, weighted_sum
-from nnx_jax.params.metrics import RESERVED
+from nnx_jax.objectives import sums as of_jax
+from nnx_jax.objectives.losses import Loss, Task, build_loss, check_order
+from nnx_jax.objectives.targets import Batch
+from nnx_jax.params.metrics import RESERVED, MetricDefinition, MetricSpec
 
 Mode = Literal["min", "max"]
 
@@ -56,8 +56,22 @@ class Metric:
     name: str
     size: int
     mode: Mode | None
-    update: Callable[[Any, Batch], jax.Array]
+    update: Callable[[Any, Batch], Any]
     compute: Callable[[np.ndarray], float]
+
+
+class Sums(Protocol):
+    """What a framework adds up of one batch; `objectives.sums` says what each function gives."""
+
+    def reader(self, task: Task, ignore_index: int | None) -> Callable[[Any, Batch], Any]: ...
+    def rows(self, name: str, fn: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any: ...
+    def registered(self, made: Any, kind: str, task: Task, items: Any) -> Any: ...
+    def hits(self, task: Task, items: Any) -> Any: ...
+    def error(self, kind: str, items: Any) -> Any: ...
+    def top_k(self, k: int, items: Any) -> Any: ...
+    def nll(self, task: Task, items: Any, floor: float) -> Any: ...
+    def brier(self, task: Task, items: Any) -> Any: ...
+    def confusion(self, task: Task, items: Any, n_labels: int, multilabel: bool) -> Any: ...
 
 
 def metric_mode(name: str, mode: str | None = None) -> Mode:
@@ -90,7 +104,16 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
     Raises:
         ConfigError: for an unknown kind, or one that makes no sense for the loss.
     """
-    built = build_loss(loss)
+    return built_metric(spec, n_outputs, build_loss(loss), of_jax)
+
+
+def built_metric(spec: Any, n_outputs: int, built: Loss, sums: Sums) -> Metric:
+    """`build_metric` for a loss that is built, with the sums of a framework."""
+    if isinstance(spec, MetricSpec):
+        found = spec.resolve()
+        if isinstance(found, MetricDefinition):
+            return _registered(spec, found, built, sums)
+        spec = found
     kind = spec if isinstance(spec, str) else getattr(spec, "kind", type(spec).__name__)
     if callable(getattr(spec, "update", None)):
         return _users(spec, kind)
@@ -99,62 +122,89 @@ def build_metric(spec: Any, n_outputs: int, *, loss: Any = "cross_entropy") -> M
         known = kind in METRIC_MODES
         reason = f"loss '{built.name}' has no metric {kind!r}" if known else f"there is no metric {kind!r}"
         raise ConfigError(reason + nearest(kind, _KINDS[task]))
-    metric = _built_in(kind, spec, task, n_outputs, _reader(task, built.ignore_index))
+    metric = _built_in(kind, spec, task, n_outputs, sums, sums.reader(task, built.ignore_index))
     return replace(metric, name=getattr(spec, "key", metric.name))
 
 
-def user_metric(name: str, fn: Callable[[Any, Batch], Any]) -> Metric:
+def user_metric(name: str, fn: Callable[[Any, Batch], Any], sums: Sums = of_jax) -> Metric:
     """Wrap a function of the user's: `(outputs, batch) -> [B]` values, one a row; the metric is their mean.
 
     Raises:
-        ConfigError: when traced, for a result without one value a row.
+        ConfigError: for a function that is not called so; when traced, for a result without one value a row.
+        StepError: when traced, for a function that needs the value of an array; it names the line.
     """
+    _check_called(name, fn)
+    return Metric(name, 2, None, lambda outputs, batch: sums.rows(name, fn, outputs, batch), _ratio)
 
-    def update(outputs: Any, batch: Batch) -> jax.Array:
-        values = jnp.asarray(fn(outputs, batch), jnp.float32)
-        weight = (batch["mask"] > 0).astype(jnp.float32)
-        if values.shape != weight.shape:
-            raise ConfigError(f"metric '{name}' must give one value a row, shape {weight.shape}, got {values.shape}")
-        return jnp.stack([weighted_sum(values, weight), jnp.sum(weight)])
 
-    def compute(sums: np.ndarray) -> float:
-        return float(sums[0] / sums[1]) if sums[1] else float("nan")
+def _check_called(name: str, fn: Callable[..., Any]) -> None:
+    """A metric of the user's is called with (outputs, batch), and not with (truth, prediction) as elsewhere."""
+    told = f"metric '{name}' is called as fn(outputs, batch), the targets being batch['y'], and gives one value a row"
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a built-in, which does not tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{told}; this function does not take that: {error}") from None
+    check_order(fn, told)
 
-    return Metric(name, 2, None, update, compute)
+
+def _registered(spec: MetricSpec, definition: MetricDefinition, loss: Loss, sums: Sums) -> Metric:
+    """The metric of a registration, as the loss reads the outputs."""
+    where = f"metric '{definition.id}' version {definition.version}"
+    task: Task = loss.task if loss.task != "own" else "values" if definition.input == "continuous" else "classes"
+    if (task == "values") != (definition.input == "continuous"):
+        has = "continuous" if task == "values" else "labels, probabilities"
+        raise ConfigError(f"{where} compares '{definition.input}', loss '{loss.name}' gives {has}")
+    try:
+        if definition.check_config is not None:
+            definition.check_config(spec.config)
+        made = definition.factory(spec.config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{where} does not take config {dict(spec.config)}: {error}") from error
+    if missing := [name for name in ("size", "update", "compute") if not hasattr(made, name)]:
+        raise ConfigError(f"the factory of {where} made a {type(made).__name__} without {missing[0]}")
+    read = sums.reader(task, loss.ignore_index)
+
+    def update(outputs: Any, batch: Batch) -> Any:
+        return sums.registered(made, definition.input, task, read(outputs, batch))
+
+    return Metric(spec.key, int(made.size), definition.mode, update, made.compute)
 
 
 def _users(spec: Any, kind: str) -> Metric:
     return Metric(getattr(spec, "key", kind), int(spec.size), getattr(spec, "mode", None), spec.update, spec.compute)
 
 
-def _built_in(kind: str, spec: Any, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
+def _built_in(
+    kind: str, spec: Any, task: Task, n_outputs: int, sums: Sums, read: Callable[[Any, Batch], Any]
+) -> Metric:
     mode = METRIC_MODES[kind]
     if kind == "accuracy":
-        return Metric(kind, 2, mode, lambda o, b: _hits(task, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: sums.hits(task, read(o, b)), _ratio)
     if kind == "top_k":
-        return _top_k(int(getattr(spec, "k", 5)), n_outputs, read)
+        k = int(getattr(spec, "k", 5))
+        if not 1 <= k <= n_outputs:
+            raise ConfigError(f"top_k has k={k}, the model has {n_outputs} classes; write a k from 1 to {n_outputs}")
+        return Metric(f"top_{k}", 2, mode, lambda o, b: sums.top_k(k, read(o, b)), _ratio)
     if kind in ("precision", "recall", "f1"):
         average, empty = getattr(spec, "average", "macro"), float(getattr(spec, "zero_division", 0.0))
-        return _confusion(kind, average, empty, task, n_outputs, read)
+        return _confusion(kind, average, empty, task, n_outputs, sums, read)
     if kind in ("mse", "mae"):
-        return Metric(kind, 2, mode, lambda o, b: _error(kind, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: sums.error(kind, read(o, b)), _ratio)
     if kind == "brier":
-        return Metric(kind, 2, mode, lambda o, b: _brier(task, read(o, b)), _ratio)
+        return Metric(kind, 2, mode, lambda o, b: sums.brier(task, read(o, b)), _ratio)
     if kind == "nll":
-        return Metric(kind, 2, mode, lambda o, b: _nll(task, read(o, b), math.log(NLL_FLOOR)), _ratio)
-    return Metric(kind, 2, mode, lambda o, b: _nll(task, read(o, b), -math.inf), _exp_ratio)
+        return Metric(kind, 2, mode, lambda o, b: sums.nll(task, read(o, b), math.log(NLL_FLOOR)), _ratio)
+    return Metric(kind, 2, mode, lambda o, b: sums.nll(task, read(o, b), -math.inf), _exp_ratio)
 
 
 def _guess_task(kind: str, n_outputs: int) -> Task:
     if kind in ("mse", "mae"):
         return "values"
     return "bernoulli" if n_outputs == 1 else "classes"
-
-
-def _reader(task: Task, ignore_index: int | None) -> Callable[[Any, Batch], Items]:
-    if task == "classes":
-        return lambda outputs, batch: class_items(outputs, batch, ignore_index)
-    return bernoulli_items if task == "bernoulli" else value_items
 
 
 def _ratio(sums: np.ndarray) -> float:
@@ -166,65 +216,14 @@ def _exp_ratio(sums: np.ndarray) -> float:
         return float(np.exp(np.float64(_ratio(sums))))
 
 
-def _sum_and_count(values: jax.Array, items: Items) -> jax.Array:
-    used = items.weight > 0
-    return jnp.stack([jnp.sum(jnp.where(used, values, 0.0)), jnp.sum(used, dtype=jnp.float32)])
-
-
-def _predicted(task: Task, items: Items) -> jax.Array:
-    if task == "classes":
-        return jnp.argmax(items.outputs, axis=-1).astype(jnp.int32)
-    return (items.outputs >= 0).astype(jnp.int32)
-
-
-def _true(task: Task, items: Items) -> jax.Array:
-    return items.targets if task == "classes" else (items.targets >= 0.5).astype(jnp.int32)
-
-
-def _hits(task: Task, items: Items) -> jax.Array:
-    return _sum_and_count((_predicted(task, items) == _true(task, items)).astype(jnp.float32), items)
-
-
-def _error(kind: str, items: Items) -> jax.Array:
-    error = items.outputs - items.targets
-    return _sum_and_count(jnp.square(error) if kind == "mse" else jnp.abs(error), items)
-
-
-def _top_k(k: int, n_outputs: int, read: Callable[[Any, Batch], Items]) -> Metric:
-    if not 1 <= k <= n_outputs:
-        raise ConfigError(f"top_k has k={k}, the model has {n_outputs} classes; write a k from 1 to {n_outputs}")
-
-    def update(outputs: Any, batch: Batch) -> jax.Array:
-        items = read(outputs, batch)
-        own = pick(items.outputs, items.targets)[..., None]
-        index = jax.lax.broadcasted_iota(jnp.int32, items.outputs.shape, items.outputs.ndim - 1)
-        # Among equal scores the higher class number comes first, as in sklearn.metrics.top_k_accuracy_score. Written as
-        # "not known to be lower", so that a NaN score never counts as a hit.
-        ahead = ~(items.outputs <= own) | ((items.outputs == own) & (index > items.targets[..., None]))
-        return _sum_and_count((jnp.sum(ahead, axis=-1) < k).astype(jnp.float32), items)
-
-    return Metric(f"top_{k}", 2, METRIC_MODES["top_k"], update, _ratio)
-
-
-def _nll(task: Task, items: Items, floor: float) -> jax.Array:
-    if task == "classes":
-        log_p = pick(jax.nn.log_softmax(items.outputs), items.targets)
-        return _sum_and_count(-jnp.maximum(log_p, floor), items)
-    yes = jnp.maximum(jax.nn.log_sigmoid(items.outputs), floor)
-    no = jnp.maximum(jax.nn.log_sigmoid(-items.outputs), floor)
-    return _sum_and_count(-(items.targets * yes + (1.0 - items.targets) * no), items)
-
-
-def _brier(task: Task, items: Items) -> jax.Array:
-    if task == "bernoulli":
-        return _sum_and_count(jnp.square(jax.nn.sigmoid(items.outputs) - items.targets), items)
-    probability = jax.nn.softmax(items.outputs)
-    truth = jax.nn.one_hot(items.targets, items.outputs.shape[-1], dtype=jnp.float32)
-    return _sum_and_count(jnp.sum(jnp.square(probability - truth), axis=-1), items)
-
-
 def _confusion(
-    kind: str, average: str, zero_division: float, task: Task, n_outputs: int, read: Callable[[Any, Batch], Items]
+    kind: str,
+    average: str,
+    zero_division: float,
+    task: Task,
+    n_outputs: int,
+    sums: Sums,
+    read: Callable[[Any, Batch], Any],
 ) -> Metric:
     """Precision, recall, F1 from true positives, false positives and false negatives of each label (float32 [3 * L]).
 
@@ -237,22 +236,11 @@ def _confusion(
     multilabel = task == "bernoulli" and n_outputs > 1
     n_labels = 2 if task == "bernoulli" and not multilabel else n_outputs
 
-    def update(outputs: Any, batch: Batch) -> jax.Array:
-        items = read(outputs, batch)
-        used = items.weight > 0
-        predicted, true = _predicted(task, items), _true(task, items)
-        if multilabel:
-            said, is_so = (predicted == 1) & used, (true == 1) & used
-        else:
-            labels = jnp.arange(n_labels, dtype=jnp.int32)
-            said = (predicted[..., None] == labels) & used[..., None]
-            is_so = (true[..., None] == labels) & used[..., None]
-        axes = tuple(range(said.ndim - 1))
-        counts = [jnp.sum(part, axis=axes, dtype=jnp.float32) for part in (said & is_so, said & ~is_so, ~said & is_so)]
-        return jnp.concatenate(counts)
+    def update(outputs: Any, batch: Batch) -> Any:
+        return sums.confusion(task, read(outputs, batch), n_labels, multilabel)
 
-    def compute(sums: np.ndarray) -> float:
-        hit, wrong, missed = np.asarray(sums, np.float64).reshape(3, n_labels)
+    def compute(counts: np.ndarray) -> float:
+        hit, wrong, missed = np.asarray(counts, np.float64).reshape(3, n_labels)
         if not (hit.sum() + wrong.sum() + missed.sum()) and not multilabel:
             return float("nan")
         if average == "micro":

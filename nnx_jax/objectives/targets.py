@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import DataError, ModelError
+from nnx_jax.core.precision import sum_dtype, widened
 
 Batch = Mapping[str, Any]
 
@@ -17,9 +18,9 @@ class Items(NamedTuple):
     """What a loss or a metric is summed over.
 
     Attributes:
-        outputs: float32; [..., C] logits for classes, otherwise the shape of `targets`.
-        targets: int32 class numbers (illegal and ignored ones replaced by 0), or float32 values.
-        weight: float32, shape of `targets`; 0 for padding, for ignored and for illegal labels.
+        outputs: float32, or float64 where the model's are; [..., C] logits for classes, else the shape of `targets`.
+        targets: int32 class numbers (illegal and ignored ones replaced by 0), or float values.
+        weight: float, shape of `targets`; 0 for padding, for ignored and for illegal labels.
         illegal: bool, shape of `targets`: a weighted item whose label is not a label.
     """
 
@@ -29,18 +30,19 @@ class Items(NamedTuple):
     illegal: jax.Array
 
 
-def item_weight(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
-    """The weight of every target: `mask` times `weight`, each [B] or any leading part of `shape`; float32.
+def item_weight(batch: Batch, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """The weight of every target: `mask` times `weight`, each [B] or any leading part of `shape`; in `dtype`, that of
+    the values it weighs, or wider where one of the two is.
 
     Raises:
         DataError: when one of the two has another shape.
     """
-    total = jnp.ones(shape, jnp.float32)
+    total = jnp.ones(shape, dtype)
     for name in ("mask", "weight"):
         column = batch.get(name)
         if column is None:
             continue
-        column = jnp.asarray(column, jnp.float32)
+        column = widened(jnp.asarray(column))
         if column.shape != shape[: column.ndim]:
             raise DataError(f"column '{name}' has shape {column.shape}, not a leading part of the targets' {shape}")
         total = total * column.reshape(column.shape + (1,) * (len(shape) - column.ndim))
@@ -67,12 +69,13 @@ def class_items(outputs: Any, batch: Batch, ignore_index: int | None = None) -> 
     if n_classes < 2:
         raise ModelError(f"the model has {n_classes} output for class labels; use 2 or more, or binary_cross_entropy")
     labels = labels.astype(jnp.int32)
-    weight = item_weight(batch, labels.shape)
+    outputs = widened(outputs)
+    weight = item_weight(batch, labels.shape, outputs.dtype)
     legal = (labels >= 0) & (labels < n_classes)
     ignored = jnp.zeros(labels.shape, bool) if ignore_index is None else labels == ignore_index
     usable = legal & ~ignored
     return Items(
-        outputs.astype(jnp.float32),
+        outputs,
         jnp.where(usable, labels, 0),
         jnp.where(usable, weight, 0.0),
         ~legal & ~ignored & (weight > 0),
@@ -94,8 +97,9 @@ def value_items(outputs: Any, batch: Batch) -> Items:
         targets = targets[..., 0]
     if outputs.shape != targets.shape:
         raise ModelError(f"outputs have shape {outputs.shape} and targets {targets.shape}; they must be equal")
-    weight = item_weight(batch, targets.shape)
-    return Items(outputs.astype(jnp.float32), targets.astype(jnp.float32), weight, jnp.zeros(targets.shape, bool))
+    wide = sum_dtype(outputs.dtype, targets.dtype)
+    weight = item_weight(batch, targets.shape, wide)
+    return Items(outputs.astype(wide), targets.astype(wide), weight, jnp.zeros(targets.shape, bool))
 
 
 def bernoulli_items(outputs: Any, batch: Batch) -> Items:

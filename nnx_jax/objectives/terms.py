@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from nnx_jax.core.errors import ConfigError
+from nnx_jax.core.precision import widened
 
 Reduction = Literal["mean", "sum"]
 
@@ -26,16 +27,16 @@ class LossTerm:
 
     Attributes:
         name: unique among the terms of one loss.
-        numerator: float32 scalar, the sum over the valid items.
-        denominator: float32 scalar, what the numerator is divided by; None exactly for a "sum" term.
+        numerator: scalar, float32 or float64, the sum over the valid items.
+        denominator: scalar, what the numerator is divided by; None exactly for a "sum" term.
         reduction: "mean" or "sum".
         weight: finite factor of this term in the total.
-        scale: factor of the numerator that may differ from update to update (a float32 scalar of the step, as a weight
+        scale: factor of the numerator that may differ from update to update (a scalar of the step, as a weight
             schedule gives it); None for none. It is applied before the sum, so one window may see several.
 
     Raises:
-        ConfigError: for a missing, negative or non-scalar part. Values inside a compiled step are not known when the
-            term is built, so there the sign is not checked.
+        ConfigError: for a missing, negative or non-scalar part. Values inside a compiled step, and torch's on an
+            accelerator, are not known when the term is built, so there the sign is not checked.
     """
 
     name: str
@@ -62,7 +63,7 @@ class LossTerm:
         if self.denominator is None:
             raise ConfigError(f"loss term '{self.name}' is a mean and needs its denominator (the count of valid items)")
         _check_scalar(self.name, "denominator", self.denominator)
-        if not isinstance(self.denominator, Tracer) and float(self.denominator) < 0:
+        if _known(self.denominator) and float(self.denominator) < 0:
             raise ConfigError(f"loss term '{self.name}': denominator is negative ({float(self.denominator)})")
 
     @property
@@ -79,6 +80,11 @@ class LossTerm:
 def _check_scalar(name: str, part: str, value: Any) -> None:
     if np.shape(value) != ():
         raise ConfigError(f"loss term '{name}': {part} must be one number, got shape {np.shape(value)}; sum it first")
+
+
+def _known(value: Any) -> bool:
+    """Its value is there without a wait: no tracer, and no torch tensor of an accelerator."""
+    return not isinstance(value, Tracer) and getattr(value, "is_cpu", True)
 
 
 def _flatten(term: LossTerm) -> tuple[tuple[Any, Any, Any], tuple[str, Reduction, float]]:
@@ -141,15 +147,15 @@ def merge_terms(first: Sequence[LossTerm], second: Sequence[LossTerm]) -> tuple[
 
 
 def term_value(term: LossTerm) -> jax.Array:
-    """The unweighted value of a term, without scale: float32 scalar; 0 when nothing was valid, never 0/0."""
-    numerator = jnp.asarray(term.numerator, jnp.float32)
+    """The unweighted value of a term, without scale: a scalar; 0 when nothing was valid, never 0/0."""
+    numerator = widened(jnp.asarray(term.numerator))
     if term.denominator is None:
         return numerator
-    denominator = jnp.asarray(term.denominator, jnp.float32)
+    denominator = widened(jnp.asarray(term.denominator))
     return jnp.where(denominator > 0, numerator / jnp.where(denominator > 0, denominator, 1.0), 0.0)
 
 
 def total_value(terms: Sequence[LossTerm]) -> jax.Array:
-    """The value of a loss: the weighted sum of its terms, float32 scalar."""
+    """The value of a loss: the weighted sum of its terms, a scalar."""
     parts = (term.weight * term_value(term) * (1.0 if term.scale is None else term.scale) for term in terms)
     return sum(parts, start=jnp.float32(0.0))

@@ -38,10 +38,14 @@ class _Schedule:
     per_epoch: bool
 
     def __call__(self, step: Any, epoch: Any) -> Any:
+        return self.value_at(step, epoch, jnp.float32)
+
+    def value_at(self, step: Any, epoch: Any, dtype: Any) -> Any:
+        """The weight; in `dtype` where it is traced."""
         at = epoch if self.per_epoch else step
         if isinstance(at, int | float | np.ndarray | np.generic):
             return self._value(np.asarray(at, np.float64), np)
-        return jnp.asarray(self._value(jnp.asarray(at, jnp.float32), jnp), jnp.float32)
+        return jnp.asarray(self._value(jnp.asarray(at, dtype), jnp), dtype)
 
     def _value(self, at: Any, xp: Any) -> Any:
         raise AssertionError("a schedule says its value")
@@ -139,6 +143,13 @@ class PiecewiseWeight(_Schedule):
         for bound, after in zip(self.boundaries, self.values[1:], strict=True):
             value = xp.where(at >= bound, after, value)
         return value
+
+
+def weight_at(weight: Any, step: Any, epoch: Any, dtype: Any) -> Any:
+    """A weight of `as_schedule` at an update and an epoch; that of a built-in schedule is as wide as `dtype`."""
+    if isinstance(weight, _Schedule):
+        return weight.value_at(step, epoch, dtype)
+    return weight if isinstance(weight, float) else weight(step, epoch)
 
 
 def as_schedule(weight: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from nnx_jax.core.errors import ConfigError, ModelError, nearest
+from nnx_jax.core.precision import sum_dtype, widened
 from nnx_jax.optim.paths import check_patterns, decay_mask, group_of, matches
 from nnx_jax.params.optim import OPTAX_NAMES, OWN_KINDS, add_optimizer_kind
 
@@ -25,9 +26,9 @@ class OptState(NamedTuple):
 
     Attributes:
         count: int32 scalar, committed updates so far.
-        rate: float32 scalar. Update clock: the rate of the last update. Epoch clock: the rate of the next ones, set by
-            the host with `set_rate`.
-        inner: optax's own state (moments in float32).
+        rate: scalar, float32 or as wide as the parameters. Update clock: the rate of the last update. Epoch clock: the
+            rate of the next ones, set by the host with `set_rate`.
+        inner: optax's own state (moments in float32, of float64 parameters in float64).
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -138,7 +139,7 @@ def make_optimizer(
 
 def set_rate(opt_state: OptState, rate: float) -> OptState:
     """The same state with another rate (epoch clock); the array keeps type and shape, so nothing is compiled again."""
-    return opt_state._replace(rate=jnp.asarray(rate, jnp.float32))
+    return opt_state._replace(rate=jnp.asarray(rate, opt_state.rate.dtype))
 
 
 def describe(opt_state: Any) -> dict[str, dict[str, Any]]:
@@ -212,17 +213,18 @@ def _assemble(
     """Put the pieces together: decay, direction, decay, rate. `negate` says that the direction points uphill."""
 
     def current_rate(count: jax.Array, held: jax.Array) -> jax.Array:
-        return held if schedule is None else jnp.asarray(schedule(count), jnp.float32)
+        return held if schedule is None else jnp.asarray(schedule(count), held.dtype)
 
     def init(params: Params) -> OptState:
         count = jnp.zeros((), jnp.int32)
-        first = current_rate(count, jnp.asarray(rate, jnp.float32))
-        return OptState(count, first, make(first).init(_float32(params)))
+        dtype = sum_dtype(*(jnp.result_type(value) for value in params.values()))
+        first = current_rate(count, jnp.asarray(rate, dtype))
+        return OptState(count, first, make(first).init(_wide(params)))
 
     def update(grads: Params, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
         now = current_rate(opt_state.count, opt_state.rate)
-        wide = _float32(params)
-        moved = _add_decay(_float32(grads), wide, decay_before)
+        wide = _wide(params)
+        moved = _add_decay(_wide(grads), wide, decay_before)
         moved, inner = make(now).update(moved, opt_state.inner, wide)
         moved = _add_decay(moved, wide, decay_after)
         new = {}
@@ -234,8 +236,8 @@ def _assemble(
     return Optimizer(init, update)
 
 
-def _float32(tree: Params) -> Params:
-    return {path: jnp.asarray(value).astype(jnp.float32) for path, value in tree.items()}
+def _wide(tree: Params) -> Params:
+    return {path: widened(jnp.asarray(value)) for path, value in tree.items()}
 
 
 def _add_decay(updates: Any, params: Params, decay: dict[str, float] | None) -> Any:

@@ -39,7 +39,7 @@ def planned_updates(n_epochs: int, n_batches: int, accumulate: int = 1) -> int:
 class Schedule:
     """A rate for every position k: the number of committed updates (or finished epochs) before the one it is used for.
 
-    Called with an int32 array it traces to a float32 rate; `at(k)` gives the same on the host in float64.
+    Called with an int32 array it traces to a rate of `dtype`; `at(k)` gives the same on the host in float64.
 
     Attributes:
         kind: see `SCHEDULES`; all but reduce_on_plateau.
@@ -58,10 +58,11 @@ class Schedule:
     min_lr: float = 0.0
     factor: float = 0.1
     chosen: bool = False
+    dtype: str = "float32"
     _warned: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     def __call__(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(_FORMULAS[self.kind](self, jnp.asarray(count).astype(jnp.float32), jnp), jnp.float32)
+        return jnp.asarray(_FORMULAS[self.kind](self, jnp.asarray(count).astype(self.dtype), jnp), self.dtype)
 
     def at(self, position: int) -> float:
         """The rate at `position`, for the host."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
+from nnx_jax.core.errors import ConfigError
 from nnx_jax.optim.build import Group, Optimizer, Schedule, make_optimizer
 from nnx_jax.optim.epochs import EpochSchedule, FormulaSchedule, PlateauSchedule
 from nnx_jax.optim.schedules import Schedule as UpdateSchedule
 from nnx_jax.optim.schedules import make_schedule
 from nnx_jax.params.optim import NNOptimParams
 from nnx_jax.params.scheduler import NNSchedulerParams
+from nnx_jax.params.trainer import NNTrainerParams
+
+T = TypeVar("T")
 
 _SCHEDULE_FIELDS = ("min_lr", "factor", "step_size", "T_max", "total_steps", "warmup_steps")
 _PLATEAU_FIELDS = ("min_lr", "factor", "patience", "cooldown", "threshold")
@@ -66,6 +70,49 @@ def build_epoch_schedule(
     if monitor_mode is not None:
         settings |= {"mode": monitor_mode, "threshold": min_delta or 0.0, "threshold_mode": "abs"}
     return PlateauSchedule(base_lr, **settings)
+
+
+def build_schedules(params: NNTrainerParams, horizon: int | None) -> dict[str, UpdateSchedule]:
+    """Build the schedules of a Trainer on the update clock, by the optimizer's name.
+
+    Args:
+        horizon: planned updates of each optimizer; None where a step of the user's own decides when they step.
+
+    Raises:
+        ConfigError: a schedule needs a length and none is known; the error names the optimizer.
+    """
+    return _each(params, "optimizer_update", lambda spec, rate: build_schedule(spec, rate, horizon))
+
+
+def build_epoch_schedules(
+    params: NNTrainerParams,
+    n_epochs: int | None,
+    *,
+    monitor_mode: Literal["min", "max"] | None = None,
+    min_delta: float | None = None,
+) -> dict[str, EpochSchedule]:
+    """Build the schedules of a Trainer on the epoch clock, by the optimizer's name; see `build_epoch_schedule`.
+
+    Raises:
+        ConfigError: a schedule needs a length and none is known; the error names the optimizer.
+    """
+
+    def build(spec: NNSchedulerParams, rate: float) -> EpochSchedule:
+        return build_epoch_schedule(spec, rate, n_epochs, monitor_mode=monitor_mode, min_delta=min_delta)
+
+    return _each(params, "epoch", build)
+
+
+def _each(params: NNTrainerParams, clock: str, build: Callable[[NNSchedulerParams, float], T]) -> dict[str, T]:
+    """What `build` makes of every schedule on a clock; nothing where schedules are not stepped."""
+    built: dict[str, T] = {}
+    for name, spec in params.schedules.items() if params.auto_step_schedulers else ():
+        if spec.clock == clock:
+            try:
+                built[name] = build(spec, params.optims[name].max_lr)
+            except ConfigError as error:
+                raise ConfigError(str(error.args[0]), path=f"trainer.{params.places(name)[1]}") from error
+    return built
 
 
 def _given(spec: Any, names: tuple[str, ...]) -> dict[str, Any]:

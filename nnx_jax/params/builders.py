@@ -14,11 +14,12 @@ class Builder(Generic[P]):
     """Base of the builders: `Params.builder().variant(...).modifier(...).build()`.
 
     A variant chooses the kind and its own settings; choosing another replaces it. A modifier sets what every kind has
-    and survives a change of variant. Built specifications never change afterwards.
+    and survives a change of variant. A class of one kind has modifiers only. Built specifications never change
+    afterwards.
     """
 
     target: ClassVar[type[Spec]]
-    variants: ClassVar[tuple[str, ...]]
+    variants: ClassVar[tuple[str, ...]] = ()
     modifiers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Builder(Generic[P]):
         given = params.changed()
         builder = cls()
         builder._modifiers = {name: given.pop(name) for name in cls.modifiers if name in given}
-        builder._variant = {"kind": params.kind, **given}
+        builder._variant = {"kind": params.kind, **given} if cls.variants else None
         return builder
 
     def copy(self) -> Self:
@@ -53,10 +54,10 @@ class Builder(Generic[P]):
         Raises:
             ConfigError: before a variant is chosen, or when the values are wrong.
         """
-        if self._variant is None:
+        if self._variant is None and self.variants:
             choices = ", ".join(f".{name}()" for name in self.variants)
             raise ConfigError(f"a {self.target.__name__} builder has no variant yet; call one of {choices} first")
-        return self.target(**{**self._variant, **self._modifiers})  # type: ignore[return-value]
+        return self.target(**{**(self._variant or {}), **self._modifiers})  # type: ignore[return-value]
 
     def _choose(self, kind: str, **given: Any) -> Self:
         """Choose a variant; settings that are None keep the kind's default."""

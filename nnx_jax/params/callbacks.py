@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
-from nnx_jax.params.fields import Name, Tag, Whole
+from nnx_jax.params.fields import Name, Tag, Text, Whole
 from nnx_jax.params.train import MonitorSpec
 
 
@@ -42,4 +42,50 @@ class ModelCheckpointParams(CallbackParams):
 
 @register("lr_monitor")
 class LRMonitorParams(CallbackParams):
-    """Record the rate of every epoch's last update."""
+    """Record the rate of every epoch's last update, and on the update clock of every update."""
+
+    bounded: bool = True
+    """With a journal: whether only the last `history.retention` epochs are kept."""
+
+
+class _LoggerParams(CallbackParams):
+    """What loggers share."""
+
+    every: Literal["epoch", "update"] = "epoch"
+    """A row an epoch, or one of every update and every validation too."""
+
+
+@register("tensorboard")
+class TensorBoardParams(_LoggerParams):
+    """Write scalars as TensorBoard reads them; needs no package."""
+
+    log_dir: Text | None = None
+    """Directory of the event files; none: `tensorboard` in the run's own."""
+    flush_each_epoch: bool = True
+    """Whether the files are complete after each epoch, or only at the end."""
+
+
+@register("wandb")
+class WandbParams(_LoggerParams):
+    """Log to Weights & Biases; needs `nnx_jax[wandb]`."""
+
+    project: Text | None = None
+    """Project of the run; its id is the run's."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Where to; none: as the client is configured."""
+
+
+@register("csv")
+class CSVLoggerParams(_LoggerParams):
+    """Append rows to a CSV file, which many runs may share."""
+
+    path: Text
+    """The file."""
+
+
+@register("jsonl")
+class JSONLLoggerParams(_LoggerParams):
+    """Append one JSON object a line to a file, which many runs may share."""
+
+    path: Text
+    """The file."""

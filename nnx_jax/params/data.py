@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from nnx_jax.core.registry import OneOf
-from nnx_jax.core.spec import Spec
+from nnx_jax.core.spec import ENVIRONMENT, Spec
 from nnx_jax.params.fields import Seed, Size
 
 Dataset = Annotated[Any, OneOf("dataset")]
@@ -34,6 +36,15 @@ class NNDataParams(Spec):
     """Seed of the order; none: the seed of training."""
     eval_batch_size: Size | None = None
     """Rows per batch in evaluation; none: batch_size."""
+    prefetch: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, ENVIRONMENT] = None
+    """Batches that a thread gathers and brings to the device ahead of the step; none: 2, and 0 on a CPU. No number
+    depends on it."""
+
+    def widened(self, wide: bool = True) -> Self:
+        """Return the same with columns of float64 as they are, for training in float64; or narrowed again."""
+        given = {split: getattr(self, split) for split in ("train", "val", "test")}
+        found = {split: dataset.widened(wide) for split, dataset in given.items() if hasattr(dataset, "widened")}
+        return self if all(found[split] is given[split] for split in found) else self.replace(**found)
 
     def identity(self, default_seed: int) -> dict[str, Any]:
         """Return what the run id knows of the data: the rows (not where they lie), and how they are cut.
@@ -51,4 +62,5 @@ class NNDataParams(Spec):
             state.pop("seed", None)
         if self.eval_batch_size == self.batch_size:
             state.pop("eval_batch_size", None)
+        state.pop("prefetch", None)
         return state

@@ -13,6 +13,7 @@ MAX_COUNT = 2**31 - 1  # counters are int32 on the device
 MAX_REAL = 3.4028234663852886e38  # larger numbers are infinite in float32
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_./@-]{0,63}\Z")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 
 
 def _text(value: str) -> str:
@@ -26,6 +27,12 @@ def _text(value: str) -> str:
 def _name(value: str) -> str:
     if not _NAME.match(value):
         raise ValueError("expected a letter, then letters, digits and _ . / @ - (at most 64 in all)")
+    return value
+
+
+def _identifier(value: str) -> str:
+    if not _IDENTIFIER.match(value):
+        raise ValueError("expected a letter, then letters, digits and _ (at most 64 in all)")
     return value
 
 
@@ -55,6 +62,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """0 <= value < 1."""
 Text = Annotated[str, AfterValidator(_text)]
 Name = Annotated[str, AfterValidator(_name)]
+Identifier = Annotated[str, AfterValidator(_identifier)]
+"""A name that becomes part of other names: `generator`, `head_2`."""
 RunId = Annotated[str, AfterValidator(_run_id)]
 Tag = Annotated[str, AfterValidator(_tag)]
 Patterns = Annotated[tuple[Text, ...], BeforeValidator(_listed), Field(min_length=1)]
@@ -62,4 +71,4 @@ Patterns = Annotated[tuple[Text, ...], BeforeValidator(_listed), Field(min_lengt
 
 Activation = Literal["relu", "leaky_relu", "gelu", "silu", "elu", "tanh", "sigmoid", "softplus", "identity"]
 Norm = Literal["batch", "layer"]
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float64"]

@@ -21,7 +21,8 @@ class NNModelParams(Spec):
     metrics: tuple[MetricParams, ...] = ()
     """The metrics: kinds, or mappings with their options."""
     precision: Precision = "float32"
-    """Number format of the forward and backward pass; weights and sums stay float32."""
+    """Number format of the forward and backward pass; weights and sums are float32; with `float64` they are float64
+    too, for which a program of your own switches on JAX_ENABLE_X64."""
 
     freeze: tuple[Text, ...] = ()
     """Glob patterns of parameters that are not trained, such as `layers.0.*`."""

@@ -70,12 +70,10 @@ class NNParamGroupSpec(Spec):
     """Decay of every parameter of the group, whatever the mask says; none: the optimizer's, by the mask."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """A rate is given one way, and a group changes something."""
+        """A rate is given one way."""
         yield from super().problems()
         if self.max_lr is not None and self.lr_scale is not None:
             yield "lr_scale", "both max_lr and lr_scale are given; write one of them"
-        if self.max_lr is self.lr_scale is self.weight_decay is None:
-            yield "", "the group changes nothing; give max_lr, lr_scale or weight_decay"
 
     def matches(self, path: str) -> bool:
         """Return whether a dotted parameter path matches; `*` also spans dots, case counts."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.spec import ENVIRONMENT, Spec
 from nnx_jax.params.fields import Count, Name, NonNegative, Precision, RunId, Seed, Tag, Text
 from nnx_jax.params.optim import NNOptimParams
@@ -42,8 +44,8 @@ class CheckpointParams(Spec):
     """How many of the newest commits stay, besides those that BEST, a phase or a tag names."""
 
 
-class NNTrainParams(Spec):
-    """The training of one model. Give exactly one of `n_epochs` and `max_steps`."""
+class TrainingParams(Spec):
+    """What every training has, whatever its optimizers: length, records, cadences, where it starts from."""
 
     also_called: ClassVar[Mapping[str, str]] = {
         "epochs": "n_epochs",
@@ -51,9 +53,6 @@ class NNTrainParams(Spec):
         "max_epochs": "n_epochs",
         "steps": "max_steps",
         "num_steps": "max_steps",
-        "optimizer": "optim",
-        "schedule": "scheduler",
-        "lr_scheduler": "scheduler",
     }
 
     n_epochs: Count | None = None
@@ -70,10 +69,6 @@ class NNTrainParams(Spec):
     """Name of the data when it comes from a loader and has no hash."""
     precision: Precision | None = None
     """Number format; none: the model's. Here for convenience, the model's field means the same."""
-    optim: NNOptimParams = NNOptimParams()
-    """The optimizer."""
-    scheduler: NNSchedulerParams = NNSchedulerParams()
-    """The schedule of its rate."""
     monitor: MonitorSpec | None = None
     """What BEST follows; none: the error or loss of the validation, else of the training."""
     record_every: Literal["update", "batch"] = "update"
@@ -88,6 +83,10 @@ class NNTrainParams(Spec):
     """What a loss or gradient that is not finite does: end the run, or leave that update out."""
     max_consecutive_skips: Count = 10
     """With `nonfinite: skip`, how many updates in a row may be left out before the run ends."""
+    reduction: Literal["fast", "canonical"] = "fast"
+    """How sums over a batch's rows are added: `canonical` gives equal bits on any devices, meshes and processes."""
+    reduction_shards: Annotated[int, Field(ge=1, le=2**16)] = 8
+    """With `reduction: canonical`, into how many parts a microbatch is cut; a power of two, at least the devices."""
     save_phase_checkpoints: bool = True
     """Whether FIRST, Q1, Q2 and Q3 are kept."""
     resume_from_run_id: RunId | None = None
@@ -117,6 +116,11 @@ class NNTrainParams(Spec):
         if (self.n_epochs is None) == (self.max_steps is None):
             given = "neither is given" if self.n_epochs is None else "both are given (none takes one back)"
             yield "n_epochs", f"{given}; give exactly one of n_epochs and max_steps"
+        if self.reduction_shards & (self.reduction_shards - 1):
+            higher = 1 << self.reduction_shards.bit_length()
+            yield "reduction_shards", f"got {self.reduction_shards}; write a power of two, {higher // 2} or {higher}"
+        if self.reduction == "fast" and self.reduction_shards != self.default_of("reduction_shards"):
+            yield "reduction_shards", f"got {self.reduction_shards}, which needs reduction: canonical"
         if self.resume_from_run_id is None:
             for name in ("resume_from_checkpoint", "resume_epochs"):
                 if getattr(self, name) != self.default_of(name):
@@ -128,6 +132,37 @@ class NNTrainParams(Spec):
         ):
             yield "extra_metrics", "expected a mapping from names to functions (outputs, batch) -> value"
 
+    @property
+    @abstractmethod
+    def optimizers(self) -> Mapping[str, NNOptimParams]:
+        """The optimizers by name, in alphabetical order."""
+
+    @property
+    @abstractmethod
+    def schedules(self) -> Mapping[str, NNSchedulerParams]:
+        """The schedule of every optimizer, by the optimizer's name."""
+
+    @abstractmethod
+    def places(self, name: str) -> tuple[str, str]:
+        """Return where an optimizer and its schedule are written, as paths for errors."""
+
+    @abstractmethod
+    def with_window(self, window: int) -> Self:
+        """Return a copy whose every optimizer makes an update of `window` microbatches."""
+
+    @property
+    def window(self) -> int:
+        """Microbatches of an update, the same for all optimizers.
+
+        Raises:
+            ConfigError: the optimizers ask for different windows.
+        """
+        asked = {name: optim.accumulate_grad_batches for name, optim in self.optimizers.items()}
+        if len(set(asked.values())) > 1:
+            told = ", ".join(f"{name}: {window}" for name, window in asked.items())
+            raise ConfigError(f"accumulate_grad_batches differs ({told}); one window serves all optimizers, write one")
+        return next(iter(asked.values()))
+
     def planned_updates(
         self, batches_per_epoch: int | None, *, window: int | None = None, carries: bool = False
     ) -> int | None:
@@ -135,14 +170,56 @@ class NNTrainParams(Spec):
 
         Args:
             batches_per_epoch: microbatches in one pass, None for an endless stream.
-            window: microbatches of an update; none: `accumulate_grad_batches`.
+            window: microbatches of an update; none: `self.window`.
             carries: a window goes on over the end of an epoch; else the last one is shorter, so every epoch rounds up.
         """
         if self.max_steps is not None:
             return self.max_steps
-        window, per_epoch = window or self.optim.accumulate_grad_batches, self.steps_per_epoch
+        window, per_epoch = window or self.window, self.steps_per_epoch
         if per_epoch is None and batches_per_epoch is not None:
             if carries and self.n_epochs is not None:
                 return max(self.n_epochs * batches_per_epoch // window, 1)
             per_epoch = math.ceil(batches_per_epoch / window)
         return None if per_epoch is None or self.n_epochs is None else self.n_epochs * per_epoch
+
+
+class NNTrainParams(TrainingParams):
+    """The training of one model by one optimizer. Give exactly one of `n_epochs` and `max_steps`."""
+
+    also_called: ClassVar[Mapping[str, str]] = {
+        **TrainingParams.also_called,
+        "optimizer": "optim",
+        "schedule": "scheduler",
+        "lr_scheduler": "scheduler",
+    }
+
+    optim: NNOptimParams = NNOptimParams()
+    """The optimizer."""
+    scheduler: NNSchedulerParams = NNSchedulerParams()
+    """The schedule of its rate."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Every group of parameters changes something: all that match none are trained just the same."""
+        yield from super().problems()
+        for index, group in enumerate(self.optim.param_groups):
+            if group.max_lr is group.lr_scale is group.weight_decay is None:
+                at = f"optim.param_groups[{index}]"
+                yield at, "the group changes nothing; give max_lr, lr_scale or weight_decay"
+
+    @property
+    def optimizers(self) -> Mapping[str, NNOptimParams]:
+        """The optimizer, called `main`."""
+        return {"main": self.optim}
+
+    @property
+    def schedules(self) -> Mapping[str, NNSchedulerParams]:
+        """The schedule of `main`."""
+        return {"main": self.scheduler}
+
+    def places(self, name: str) -> tuple[str, str]:
+        """Return ("optim", "scheduler")."""
+        return "optim", "scheduler"
+
+    def with_window(self, window: int) -> Self:
+        """Return a copy whose updates are of `window` microbatches."""
+        return self.replace(optim=self.optim.replace(accumulate_grad_batches=window))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnx_jax.core import codec
@@ -54,15 +54,23 @@ def _show(arguments: argparse.Namespace) -> int:
     summary = _summary(run)
     if arguments.json:
         details = {"config": run.state, "metadata": run.metadata, "artifact": run.artifact}
+        try:
+            if (known := run.provenance) is not None:
+                details["provenance"] = {**known.manifest.document(), "fingerprint": known.fingerprint}
+                details["attempt"] = known.attempt.state() if known.attempt else None
+        except ResumePointError as error:
+            details["provenance"] = {"error": str(error)}
         print(codec.canonical_json({**summary, **details}).decode())
         return 0
     print(f"{run.id}  {run.status}  {run.path}")
     for name, pointer in run.pointers.items():
         place = f"epoch {pointer.epoch}  step {pointer.step}  batch {pointer.batch}"
         print(f"  {name:<12} generation {pointer.generation}  {place}")
-    print(f"  {len(run.records)} rows of history")
-    for record in run.records[-_TAIL_ROWS:]:
+    print(f"  {run.committed_rows} rows of history in {run.history.name}")
+    for record in _newest(run):
         print("    " + "  ".join(f"{name}={value}" for name, value in record.items() if value is not None))
+    for line in _provenance(run):
+        print(line)
     print("configuration:")
     print("  " + codec.dump_yaml(run.state).rstrip().replace("\n", "\n  "))
     return 0
@@ -92,6 +100,34 @@ def _remove(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _newest(run: NNRun) -> list[dict[str, Any]]:
+    """Return the last rows; a journal has the last epoch's row elsewhere than the records before it."""
+    apart = run.epochs[-1:] if run.history.is_dir() else []
+    return [*run.records[len(apart) - _TAIL_ROWS :], *apart]
+
+
+def _provenance(run: NNRun) -> Iterator[str]:
+    """Yield what the run is said to come from, and how the newest attempt at it went."""
+    try:
+        known = run.provenance
+    except ResumePointError as error:
+        yield f"provenance: {error}"
+        return
+    if known is None:
+        return
+    attempt = known.attempt
+    if attempt is not None:
+        killed = attempt.status == "running" and run.status != "running"
+        yield f"attempt {attempt.attempt_id}: {'running when it was killed' if killed else attempt.status}"
+        for name in ("started_at", "finished_at", "parent", "last_committed", "error"):
+            value = getattr(attempt, name)
+            if value is not None:
+                text = value if isinstance(value, str) else "  ".join(f"{key}={part}" for key, part in value.items())
+                yield f"  {name}: {text}"
+    yield f"experiment {known.fingerprint}:"
+    yield "  " + codec.dump_yaml(known.manifest.state()).rstrip().replace("\n", "\n  ")
+
+
 def _summary(run: NNRun) -> dict[str, Any]:
     last = run.last
     return {
@@ -101,7 +137,8 @@ def _summary(run: NNRun) -> dict[str, Any]:
         "epoch": last.epoch if last else None,
         "step": last.step if last else None,
         "batch": last.batch if last else None,
-        "rows": last.history.rows if last else 0,
+        "rows": run.committed_rows,
+        "history": run.history.name,
         "checkpoints": {name: pointer.step for name, pointer in run.pointers.items()},
     }
 
@@ -112,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("list", _list, "one line per run; * marks runs/best"),
-        ("show", _show, "checkpoints, newest rows and configuration of a run"),
+        ("show", _show, "checkpoints, newest rows, provenance and configuration of a run"),
         ("verify", _verify, "check every byte of a run; exit 0, or 1 with a line per fault"),
         ("rm", _remove, "remove a run nobody is writing"),
     ):

@@ -9,6 +9,9 @@ The order never changes, and the replacement of LAST is the only moment at which
 5. phase pointers and BEST; 6. deferred tags, then retired ones; 7. retention.
 
 A failure before LAST moved cuts the history back to what the standing LAST covers. A failure after it keeps the pair.
+
+In a group of processes this is the writer's half, and `replica` the others': all agree after 1, after 2 and after 4, so
+that what fails on one process fails the commit on each; see `spmd.world`. Steps 3 to 7 are the writer's alone.
 """
 
 from __future__ import annotations
@@ -20,17 +23,25 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nnx_jax.core import fsio
 from nnx_jax.core.durable import durable_json
-from nnx_jax.core.errors import CheckpointError, CommitError, NnxError
-from nnx_jax.runs import arrays, best, pointers, retain
-from nnx_jax.runs.history import History
+from nnx_jax.core.errors import CheckpointError, CommitError, DistributedFailure, NnxError
+from nnx_jax.runs import best, pointers, retain
+from nnx_jax.runs.arrays import ArrayWriter, SaveHandle
+from nnx_jax.runs.history import HistoryWriter
 from nnx_jax.runs.layout import BEST, HOST, HOST_LIMITS, LAST, PARTIAL, RESERVED, RunPaths, check_tag
 from nnx_jax.runs.lease import Lease
+from nnx_jax.runs.leaves import describe
 from nnx_jax.runs.manifest import Manifest
 from nnx_jax.runs.pointers import Pointer
+from nnx_jax.runs.tensors import TensorHandle, TensorWriter
+from nnx_jax.spmd.world import ALONE, World
+
+Handle = SaveHandle | TensorHandle
+MakeWriter = Callable[[int, World], ArrayWriter | TensorWriter]
+"""(seconds of one background save, the processes that commit together) -> what stores arrays."""
 
 _SPARE_BYTES = 1024**2
 
@@ -62,17 +73,55 @@ class CommitPoint:
     retired: tuple[str, ...] = ()
 
 
+def beginning(point: CommitPoint) -> str:
+    """Return what processes call the begin of a commit, before it has a number."""
+    return f"commit of epoch {point.epoch}, step {point.step}"
+
+
+def stage(point: CommitPoint, generation: int) -> str:
+    """Return what processes call a commit."""
+    return f"commit of generation {generation} (epoch {point.epoch})"
+
+
 @dataclass(frozen=True)
-class _Pending:
+class _Begun:
     point: CommitPoint
     generation: int
     partial: Path
     rows: int
     host: bytes
-    handle: arrays.SaveHandle
+
+    @property
+    def stage(self) -> str:
+        return stage(self.point, self.generation)
+
+    def told(self) -> dict[str, Any]:
+        """What the other processes have to know for their part."""
+        return {"generation": self.generation, "partial": self.partial.name}
 
 
-class Committer:
+@dataclass(frozen=True)
+class _Pending(_Begun):
+    handle: Handle
+
+
+class InFlight:
+    """At most one commit in the background, and what went wrong in it."""
+
+    _thread: threading.Thread | None = None
+    _failure: NnxError | None = None
+
+    def drain(self) -> None:
+        """Wait for the commit in flight, and raise what went wrong in the background since the last call."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class Committer(InFlight):
     """Commits the moments of one run, one at a time, in the background.
 
     Args:
@@ -81,24 +130,28 @@ class Committer:
         keep: how many of the newest generations stay besides the named ones (>= 1), None for all.
         on_committed: called in the waiter thread with the pointer once LAST is durable; nothing earlier is a success.
         timeout_seconds: bound of one background save.
+        world: the processes that commit together, in a conversation of this committer's own; this one is the writer.
+        make_writer: how arrays are stored.
     """
 
     def __init__(
         self,
         paths: RunPaths,
         lease: Lease,
-        history: History,
+        history: HistoryWriter,
         *,
         last: Pointer | None = None,
         keep: int | None = 1,
         on_committed: Callable[[Pointer], None] | None = None,
         timeout_seconds: int = 600,
+        world: World = ALONE,
+        make_writer: MakeWriter = ArrayWriter,
     ) -> None:
-        self._paths, self._lease, self._history = paths, lease, history
+        self._paths, self._lease, self._history, self._world = paths, lease, history, world
         self._keep, self._on_committed = retain.check_keep(keep), on_committed
         self._last = last
         self._next = max(retain.take_census(paths).highest, last.generation if last else 0) + 1
-        self._writer = arrays.ArrayWriter(timeout_seconds)
+        self._writer = make_writer(timeout_seconds, world)
         self._thread: threading.Thread | None = None
         self._loading: threading.Thread | None = None
         self._failure: NnxError | None = None
@@ -126,8 +179,23 @@ class Committer:
             LeaseLostError: another process took the run over.
             CheckpointError: the previous commit is safe, but a pointer or the retention after it failed.
             ConfigError: `point.host` is not plain, or larger than what is read back; nothing was written.
+            DistributedFailure: another process of the group could not do its part; nothing was committed.
         """
         self.drain()
+        begun: list[_Begun] = []
+        try:
+            self._world.agree_telling(
+                beginning(point), lambda: begun.append(self._begin(point)), lambda: begun[0].told()
+            )
+            handle = self._world.agree(begun[0].stage, lambda: self._writer.save(begun[0].partial, point.arrays))
+        except BaseException as error:
+            if not begun:
+                raise
+            self._give_up(error, begun[0].partial, begun[0].generation)
+        self._follow(_Pending(**vars(begun[0]), handle=handle))
+
+    def _begin(self, point: CommitPoint) -> _Begun:
+        """Check everything and make the directory; after an error nothing is left of it."""
         if self._last is not None and self._last.final:
             raise CheckpointError(f"run {self._paths.run_id!r} is finished; start a new run from it, or overwrite it")
         for name in (*point.names, *point.deferred, *point.retired):
@@ -135,24 +203,29 @@ class Committer:
         if reserved := [name for name in (*point.deferred, *point.retired) if name in RESERVED]:
             raise CheckpointError(f"checkpoint tag {reserved[0]!r} is written by the store itself; choose another name")
         host = durable_json(dict(point.host), source=HOST, limits=HOST_LIMITS)
-        needed = sum(leaf.nbytes for leaf in arrays.describe(point.arrays).values()) + len(host)
+        needed = sum(leaf.nbytes for leaf in describe(point.arrays).values()) + len(host)
         generation, self._next = self._next, self._next + 1
         partial = self._paths.generations / f"{PARTIAL}{generation}-{self._lease.fencing}"
         try:
             self._check_ownership()
             self._check_space(needed)
-            rows = self._history.rows
+            rows = self._history.mark()
             os.mkdir(partial, fsio.DIR_MODE)
-            handle = self._writer.save(partial, point.arrays)
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                self._writer.close()  # a save that was started must not fail the next one
-            self._undo(partial, error)
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C stays Ctrl-C
-            raise self._explain(error, generation) from error
-        pending = _Pending(point, generation, partial, rows, host, handle)
-        self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{generation}")
+            self._give_up(error, partial, generation)
+        return _Begun(point, generation, partial, rows, host)
+
+    def _give_up(self, error: BaseException, partial: Path, generation: int) -> NoReturn:
+        """Undo what was begun and raise the error, explained."""
+        with contextlib.suppress(Exception):
+            self._writer.close()  # a save that was started must not fail the next one
+        self._undo(partial, error)
+        if not isinstance(error, Exception):
+            raise error  # Ctrl-C stays Ctrl-C
+        raise self._explain(error, generation) from error
+
+    def _follow(self, pending: _Pending) -> None:
+        self._thread = threading.Thread(target=self._finish, args=(pending,), name=f"commit-{pending.generation}")
         self._thread.start()
 
     def drain(self) -> None:
@@ -160,16 +233,14 @@ class Committer:
         if self._loading is not None:
             self._loading.join()
             self._loading = None
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        super().drain()
 
     def finish(self, artifact: Mapping[str, Any]) -> Pointer:
         """Mark the run finished: write `artifact.json`, then LAST once more with `final` set. Needs a commit."""
         self.drain()
+        return self._world.agree_telling("the run's end", lambda: self._mark_finished(artifact), self._tell_last)[0]
+
+    def _mark_finished(self, artifact: Mapping[str, Any]) -> Pointer:
         if self._last is None:
             raise CheckpointError(f"{self._paths.run}: nothing was committed, so the run cannot be marked finished")
         data = durable_json(dict(artifact), source=str(self._paths.artifact), people=True)
@@ -192,29 +263,47 @@ class Committer:
 
     def _finish(self, pending: _Pending) -> None:
         """Steps 2 to 7, in the waiter thread."""
+        number = pending.generation
         try:
-            pointer = self._publish(pending)
+            self._publish(pending)
         except BaseException as error:
-            self._undo(pending.partial, error)
-            self._failure = self._explain(error, pending.generation)
+            self._failure = self._explain(error, number)
+            if isinstance(error, DistributedFailure) and self._committed(number):
+                # Another process is lost after LAST moved; what this one does by itself can still be done.
+                _quietly(lambda: self._follow_up(pending.point))
+                self._failure.add_note(f"generation {number} is committed: LAST names it")
+            else:
+                self._undo(pending.partial, error)
             return
         try:
-            self._follow_up(pending.point, pointer)
+            self._world.agree(f"{pending.stage}: what follows it", lambda: self._follow_up(pending.point))
+        except DistributedFailure as error:
+            self._failure = error
         except BaseException as error:
             self._failure = CheckpointError(
-                f"generation {pending.generation} of run {self._paths.run_id!r} is committed (LAST names it), but what "
+                f"generation {number} of run {self._paths.run_id!r} is committed (LAST names it), but what "
                 f"follows failed: {type(error).__name__}: {error}"
             )
             self._failure.__cause__ = error
 
-    def _publish(self, pending: _Pending) -> Pointer:
-        """Steps 2 to 4: write the history and the generation, make them durable, then LAST."""
-        point, number = pending.point, pending.generation
-        extent = self._history.flush(pending.rows)
+    def _publish(self, pending: _Pending) -> None:
+        """Steps 2 to 4: write the history and the generation, make them durable, then LAST; agreed by all."""
+        agree = self._world.agree_telling
+        _, digests = agree(pending.stage, lambda: self._write(pending), pending.handle.digests)
+        agree(pending.stage, lambda: self._complete(pending, digests), self._tell_last)
+
+    def _write(self, pending: _Pending) -> None:
+        """Step 2, as far as it is this process's."""
+        self._extent = self._history.flush(pending.rows)
         pending.handle.wait()
+
+    def _complete(self, pending: _Pending, digests: list[dict[str, Any]]) -> None:
+        """Steps 3 and 4, once every process has written its files and told their digests."""
+        point, number = pending.point, pending.generation
+        pending.handle.merge()
         fsio.atomic_write(pending.partial / HOST, pending.host)
         fsio.sync_tree(pending.partial)
-        files = fsio.digest_tree(pending.partial)
+        files = _all_digests(pending.partial, digests)
         manifest = Manifest(self._paths.run_id, number, point.epoch, point.step, point.batch, files).to_bytes()
         self._check_ownership()
         fsio.replace_dir(pending.partial, self._paths.generation(number))
@@ -226,13 +315,15 @@ class Committer:
             step=point.step,
             batch=point.batch,
             fencing=self._lease.fencing,
-            history=extent,
+            history=self._extent,
             manifest=hashlib.sha256(manifest).hexdigest(),
             score=point.score,
         )
         self._check_ownership()
         self._replace_last(pointer)
-        return pointer
+
+    def _tell_last(self) -> str | None:
+        return self._last.to_bytes().decode() if self._last is not None else None
 
     def _replace_last(self, pointer: Pointer) -> None:
         """Write LAST; from the moment it names the new commit, the history it covers stands with it."""
@@ -247,8 +338,13 @@ class Committer:
         self._last = pointer
         self._history.settle()
 
-    def _follow_up(self, point: CommitPoint, pointer: Pointer) -> None:
+    def _committed(self, generation: int) -> bool:
+        return self._last is not None and self._last.generation == generation
+
+    def _follow_up(self, point: CommitPoint) -> None:
         """Tell the caller, then steps 5 to 7; each is tried, the first failure is raised with the others as notes."""
+        pointer = self._last
+        assert pointer is not None
         steps: list[Callable[[], object]] = []
         if self._on_committed is not None:
             report = self._on_committed
@@ -300,6 +396,7 @@ class Committer:
         A writer that lost its lease touches no file any more: they are its successor's. The emptied partial directory
         stays until the next successful commit, so that its number is not used again.
         """
+        self._writer.settle()
         try:
             self._check_ownership()
         except (OSError, NnxError):
@@ -323,6 +420,25 @@ class Committer:
             )
             failure.__cause__ = error
         return failure
+
+
+def _all_digests(directory: Path, told: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Return (SHA-256, size) of every file; what a process told of its own files is not read again.
+
+    Raises:
+        CommitError: a file is not here as the process that wrote it has seen it.
+    """
+    theirs = {name: (digest, size) for each in told for name, (digest, size) in each.items()}
+    if not theirs:
+        return fsio.digest_tree(directory)
+    sizes = fsio.list_tree(directory)
+    for name, (_, size) in theirs.items():
+        if sizes.get(name) != size:
+            raise CommitError(
+                f"{directory / name}: the process that wrote it has {size} bytes, the writer sees "
+                f"{sizes.get(name, 'no file')}; every process must see one and the same runs_dir"
+            )
+    return {name: theirs.get(name) or fsio.digest_file(directory / name) for name in sizes}
 
 
 def _quietly(work: Callable[[], object]) -> None:

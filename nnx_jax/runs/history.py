@@ -7,13 +7,14 @@ an empty cell is None, `nan`, `inf` and `-inf` are spelled, floats are the short
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nnx_jax.core import fsio
 from nnx_jax.core.errors import CheckpointError, HistoryCorruptionError, NnxError, nearest
@@ -31,6 +32,47 @@ class Extent:
     bytes: int
     rows: int
     sha256: str
+
+
+class HistoryWriter(Protocol):
+    """What a run's history is for those that write it: this file's, or a journal.
+
+    `append` buffers, `flush` makes durable and is called by a commit, `settle` follows once LAST covers it, and after a
+    failed commit `rollback` goes back to what LAST covers and keeps the rows for the next one.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Rows appended so far."""
+        ...
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows."""
+        ...
+
+    def append_table(self, table: Mapping[str, Any], n_rows: int) -> None:
+        """Add rows given by column."""
+        ...
+
+    def mark(self) -> int:
+        """Return the number of rows so far, as a place up to which `flush` can write."""
+        ...
+
+    def flush(self, rows: int | None = None) -> Any:
+        """Write up to a mark, durably; return the extent a LAST written now has to name."""
+        ...
+
+    def settle(self) -> None:
+        """LAST covers what was flushed."""
+        ...
+
+    def rollback(self, *, on_disk: bool = True) -> None:
+        """Go back to what LAST covers."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the rows that LAST does not cover."""
+        ...
 
 
 @dataclass
@@ -75,11 +117,7 @@ class History:
             return
         data = read_prefix(path, extent)
         if not data.startswith(header):
-            found = data.split(b"\n", 1)[0].decode("utf-8", "replace")
-            raise CheckpointError(
-                f"{path}: the run's columns were fixed at its first start as {found}; this start asks for "
-                f"{list(columns)}. Use the same metrics and callbacks, or another salt for a new run"
-            )
+            raise other_columns(path, data.split(b"\n", 1)[0].decode("utf-8", "replace"), columns)
         if path.stat().st_size != extent.bytes:
             fsio.truncate(path, extent.bytes)
         self._base = self._end = extent
@@ -97,6 +135,10 @@ class History:
         with self._mutex:
             return self._end.rows + sum(part.rows for part in self._buffer)
 
+    def mark(self) -> int:
+        """Return the number of rows so far, as a place up to which `flush` can write."""
+        return self.rows
+
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Buffer rows; a column a row leaves out is None. Unknown columns raise CheckpointError."""
         lines = [self._line(row) for row in rows]
@@ -108,10 +150,7 @@ class History:
 
         The values become text when they are flushed, and must not be changed any more.
         """
-        self._refuse_unknown(table)
-        for name, values in table.items():
-            if isinstance(values, list) and len(values) != n_rows:
-                raise CheckpointError(f"history column {name!r} has {len(values)} values for {n_rows} rows")
+        check_table(self._known, table, n_rows)
         with self._mutex:
             self._buffer.append(_Part(n_rows, table))
 
@@ -119,7 +158,7 @@ class History:
         """Append what is buffered, sync it, and return the extent a LAST written now has to name.
 
         Args:
-            rows: what `rows` was at the moment to write; None for everything appended so far.
+            rows: what `mark` returned at the moment to write; None for everything appended so far.
         """
         with self._mutex:
             end, count = self._end.rows, 0
@@ -155,6 +194,12 @@ class History:
             if on_disk and self.path.stat().st_size != self._base.bytes:
                 fsio.truncate(self.path, self._base.bytes)
 
+    def discard(self) -> None:
+        """Forget the rows that LAST does not cover; no commit may be in flight."""
+        self.rollback()
+        with self._mutex:
+            self._buffer = []
+
     def _text(self, part: _Part) -> bytes:
         """The part's lines; made once, in the thread that writes them."""
         if not isinstance(part.content, bytes):
@@ -164,15 +209,31 @@ class History:
         return part.content
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        self._refuse_unknown(row)
-        return (",".join(_cells(map(row.get, self.columns))) + "\n").encode()
+        refuse_unknown(self._known, row)
+        return format_row(row, self.columns)
 
-    def _refuse_unknown(self, names: Iterable[str]) -> None:
-        if not self._known.issuperset(names):
-            name = next(name for name in names if name not in self._known)
-            raise CheckpointError(
-                f"history column {name!r} was not declared when the run started{nearest(name, self.columns)}"
-            )
+
+def refuse_unknown(known: frozenset[str], names: Iterable[str]) -> None:
+    """Raise CheckpointError for a name that is none of the columns fixed when the run started."""
+    if not known.issuperset(names):
+        name = next(name for name in names if name not in known)
+        raise CheckpointError(f"history column {name!r} was not declared when the run started{nearest(name, known)}")
+
+
+def check_table(known: frozenset[str], table: Mapping[str, Any], n_rows: int) -> None:
+    """Raise CheckpointError for an unknown column, or one that has not `n_rows` values."""
+    refuse_unknown(known, table)
+    for name, values in table.items():
+        if isinstance(values, list) and len(values) != n_rows:
+            raise CheckpointError(f"history column {name!r} has {len(values)} values for {n_rows} rows")
+
+
+def other_columns(path: Path, found: str, wanted: Sequence[str]) -> CheckpointError:
+    """Return the error of a start that asks for other columns than the run has."""
+    return CheckpointError(
+        f"{path}: the run's columns were fixed at its first start as {found}; this start asks for "
+        f"{list(wanted)}. Use the same metrics and callbacks, or another salt for a new run"
+    )
 
 
 def read_history(path: Path, extent: Extent | None) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
@@ -213,19 +274,40 @@ def format_header(columns: Sequence[str]) -> bytes:
     return (",".join(_quote(name) if re.search(r'[",\r\n]', name) else name for name in columns) + "\n").encode()
 
 
+def format_row(row: Mapping[str, Any], columns: Sequence[str]) -> bytes:
+    """Return the line of a row; a column it leaves out is None."""
+    return (",".join(_cells(map(row.get, columns))) + "\n").encode()
+
+
 def format_cell(value: Any) -> str:
     """Return one value as CSV text; array scalars count as the Python number they hold."""
+    value = plain_value(value)
     if value is None:
         return ""
     if isinstance(value, str):
         return _quote(value)
-    if hasattr(value, "item"):
-        value = value.item()
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    raise CheckpointError(f"history values are numbers, text, booleans or None, got {type(value).__name__}: {value!r}")
+    return repr(value)
+
+
+def plain_value(value: Any) -> str | int | float | bool | None:
+    """Return a value as Python's own text, number, boolean or None; an array scalar is the number it holds.
+
+    Raises:
+        CheckpointError: anything else; no history can hold it.
+    """
+    plain = value
+    if not isinstance(value, str) and hasattr(value, "item"):
+        with contextlib.suppress(TypeError, ValueError):  # more than one number
+            plain = value.item()
+    for kind in (bool, int, float, str):
+        if isinstance(plain, kind):
+            return plain if type(plain) is kind else kind(plain)
+    if plain is None:
+        return None
+    found = f"{type(value).__name__}: {value!r:.200}"
+    raise CheckpointError(f"history values are numbers, text, booleans or None, got {found}")
 
 
 def parse_csv(data: bytes) -> list[list[Any]]:

@@ -61,8 +61,23 @@ class RunPaths:
         return self.run / "idps.csv"
 
     @property
+    def journal(self) -> Path:
+        """The directory that holds the history of a run with a journal; refused when it is a link."""
+        return safe_join(self.run, "history")
+
+    @property
     def artifact(self) -> Path:
         return self.run / "artifact.json"
+
+    @property
+    def provenance(self) -> Path:
+        """What the run is said to come from, where somebody said it."""
+        return self.run / "provenance.json"
+
+    @property
+    def attempt(self) -> Path:
+        """The newest call of `train` for a run with provenance."""
+        return self.run / "attempt.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -11,6 +11,7 @@ from nnx_jax.core import codec, fsio
 from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import NnxError, ResumePointError, UnsafePathError
 from nnx_jax.runs.history import Extent
+from nnx_jax.runs.journal_format import JournalExtent, check_extent
 from nnx_jax.runs.layout import LAST, RESERVED, RunPaths
 
 FORMAT = "nnx_jax.pointer/1"
@@ -27,7 +28,7 @@ class Pointer:
         generation: number of the checkpoint directory it names; grows with every commit and is never used twice.
         epoch, step, batch: the counters of that moment (0-based epoch, committed updates, microbatches).
         fencing: number of the lease the commit was made under.
-        history: how much of `idps.csv` belongs to the commit.
+        history: how much of `idps.csv`, or of the journal, belongs to the commit.
         manifest: SHA-256 of the generation's manifest file.
         final: the run is finished; only LAST carries it.
         score: what ranks the run in `runs/best`, lower is better; None when it takes no part.
@@ -40,7 +41,7 @@ class Pointer:
     step: int
     batch: int
     fencing: int
-    history: Extent
+    history: Extent | JournalExtent
     manifest: str
     final: bool = False
     score: float | None = None
@@ -147,17 +148,30 @@ def _decode(obj: Any) -> Pointer:
     if not isinstance(obj, dict) or obj.get("format") != FORMAT:
         raise ValueError(f"expected format {FORMAT!r}")
     fields = {key: value for key, value in obj.items() if key != "format"}
-    fields["history"] = Extent(**fields["history"])
+    fields["history"] = _decode_extent(fields["history"])
     pointer = Pointer(**fields)
     numbers = (pointer.generation, pointer.epoch, pointer.step, pointer.batch, pointer.fencing)
-    if any(type(number) is not int or number < 0 for number in (*numbers, pointer.history.bytes, pointer.history.rows)):
+    if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a counter is not a whole number >= 0")
-    if not all(isinstance(text, str) for text in (pointer.run_id, pointer.manifest, pointer.history.sha256)):
+    if not all(isinstance(text, str) for text in (pointer.run_id, pointer.manifest)):
         raise ValueError("a name is not text")
-    if not (_DIGEST.fullmatch(pointer.manifest) and _DIGEST.fullmatch(pointer.history.sha256)):
+    if not _DIGEST.fullmatch(pointer.manifest):
         raise ValueError("a digest is not 64 hex digits")
     if type(pointer.final) is not bool or not isinstance(pointer.artifact, str):
         raise ValueError("the end mark is damaged")
     if pointer.score is not None and type(pointer.score) not in (int, float):
         raise ValueError("the score is not a number")
     return pointer
+
+
+def _decode_extent(obj: dict[str, Any]) -> Extent | JournalExtent:
+    if "chunks" in obj:
+        journal = JournalExtent(**obj)
+        check_extent(journal)
+        return journal
+    extent = Extent(**obj)
+    if any(type(number) is not int or number < 0 for number in (extent.bytes, extent.rows)):
+        raise ValueError("a counter is not a whole number >= 0")
+    if not isinstance(extent.sha256, str) or not _DIGEST.fullmatch(extent.sha256):
+        raise ValueError("a digest is not 64 hex digits")
+    return extent

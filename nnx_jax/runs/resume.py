@@ -13,6 +13,7 @@ from nnx_jax.core.errors import NnxError, ResumePointError, nearest
 from nnx_jax.runs import arrays, pointers, retain
 from nnx_jax.runs.best import run_ids
 from nnx_jax.runs.layout import HOST, HOST_LIMITS, LAST, RunPaths
+from nnx_jax.runs.leaves import Leaf, read_index
 from nnx_jax.runs.manifest import Manifest, read_manifest, verify_files
 from nnx_jax.runs.pointers import Pointer
 
@@ -37,7 +38,7 @@ class ResumePoint:
     manifest: Manifest
     manifest_sha256: str
     host: dict[str, Any]
-    leaves: dict[str, arrays.Leaf]
+    leaves: dict[str, Leaf]
     pointer: Pointer | None
 
     @property
@@ -63,6 +64,17 @@ class ResumePoint:
     @property
     def directory(self) -> Path:
         return self.paths.generation(self.generation)
+
+    def told(self) -> dict[str, Any]:
+        """Return what another process needs to know of this moment, as JSON values; see `trusted`."""
+        pointer = None if self.pointer is None else self.pointer.to_bytes().decode()
+        return {
+            "run_id": self.run_id,
+            "name": self.name,
+            "generation": self.generation,
+            "manifest": self.manifest_sha256,
+            "pointer": pointer,
+        }
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arrays; see `arrays.restore`. Shapes and dtypes are compared before anything is allocated."""
@@ -102,6 +114,30 @@ def read_generation(paths: RunPaths, number: int) -> ResumePoint:
     return _verified(paths, f"generation {number}", number, None)
 
 
+def trusted(root: str | Path, told: Mapping[str, Any]) -> ResumePoint:
+    """Return the moment that another process has verified and told of; no digest is computed again.
+
+    Args:
+        root: where this process sees the same runs directory.
+        told: what `ResumePoint.told` gave there.
+
+    Raises:
+        ResumePointError: a file cannot be read here.
+    """
+    paths = RunPaths(root, told["run_id"])
+    name, text = told["name"], told["pointer"]
+    directory = paths.generation(told["generation"])
+    return ResumePoint(
+        paths=paths,
+        name=name,
+        manifest=read_manifest(paths.manifest(told["generation"])),
+        manifest_sha256=told["manifest"],
+        host=_read_host(directory / HOST),
+        leaves=read_index(directory),
+        pointer=None if text is None else pointers.parse_pointer(text.encode(), paths.pointer(name), paths.run_id),
+    )
+
+
 def find_point(root: str | Path, source: str) -> ResumePoint:
     """Return the verified moment that `RUN[@LAST|BEST|tag|step]` names; for starting a new run from an old one."""
     run_id, _, name = source.partition("@")
@@ -139,7 +175,7 @@ def _verified(paths: RunPaths, name: str, generation: int, pointer: Pointer | No
         manifest=manifest,
         manifest_sha256=hashlib.sha256(manifest.to_bytes()).hexdigest(),
         host=_read_host(directory / HOST),
-        leaves=arrays.read_index(directory),
+        leaves=read_index(directory),
         pointer=pointer,
     )
 

@@ -13,6 +13,9 @@ from nnx_jax.core.errors import StepError
 
 Batch = Mapping[str, Any]
 
+LOST = -1.0
+"""Mask of the rows that a process could not read: no mask is negative, and the step halts at it on every process."""
+
 
 def gather(columns: Batch, rows: jax.Array) -> dict[str, jax.Array]:
     """One batch from device columns.

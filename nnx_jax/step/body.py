@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from nnx_jax.optim.clip import clip_scale, square_sums
 from nnx_jax.step import records, rng, state
 from nnx_jax.step.gates import pick
 from nnx_jax.step.records import RecordLayout
 from nnx_jax.step.state import TrainState, strong
-from nnx_jax.step.window import (
-    Forward,
-    Plan,
-    Sums,
-    Terms,
-    clip_scale,
-    first_bad,
-    only_if,
-    square_sums,
-    stack_terms,
-    terms_at,
-)
+from nnx_jax.step.window import Forward, Plan, Sums, Terms, first_bad, forward_at, only_if, stack_terms, terms_at
 
 State = tuple[TrainState, Any, Any]
 """(training state, record ring int32 [capacity, width], status int32 [2] = (rows written, halt code))."""
@@ -64,26 +55,34 @@ class StepBody:
             return {}
         return open_window(self.plan, self.layout, params, jax.tree.map(jnp.copy, model_state))
 
+    def key(self, train: TrainState) -> jax.Array:
+        """The key of the forward pass."""
+        return rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
+
     def measure(self, train: TrainState, batch: Any) -> tuple[Sums, Any, jax.Array]:
         """Forward and backward of one microbatch: its sums, the new model_state, the number of invalid labels."""
-        key = rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
+        return self.sums(train, batch, self.key(train))
+
+    def sums(self, train: TrainState, batch: Any, key: Any) -> tuple[Sums, Any, jax.Array]:
+        """What `measure` gives, of these rows and with this noise."""
 
         def scalars(params: dict[str, Any]) -> tuple[jax.Array, Any]:
             with jax.named_scope("FORWARD"):
-                outputs, model_state = self.forward({**train.frozen, **params}, train.model_state, batch, key, True)
+                forward = forward_at(self.forward, train.counters)
+                outputs, model_state = forward({**train.frozen, **params}, train.model_state, batch, key, True)
             at = train.counters
             terms = terms_at(self.terms, at[state.STEP], at[state.EPOCH])(outputs, batch)
             num, den = stack_terms(terms, self.plan)
             seen = jax.lax.stop_gradient(outputs)
-            sums = [jnp.asarray(metric.update(seen, batch), jnp.float32).reshape(-1) for metric in self.metrics]
+            metrics = self.plan.metrics([metric.update(seen, batch) for metric in self.metrics])
             bad = jnp.int32(0) if self.invalid is None else jnp.asarray(self.invalid(seen, batch), jnp.int32)
-            aux = (num, den, jnp.concatenate([jnp.zeros(0), *sums]), model_state, bad)
+            aux = (num, den, metrics, model_state, bad)
             return self.plan.scalars(num, den), jax.lax.stop_gradient(aux)
 
         values, pull, (num, den, metrics, model_state, invalid) = jax.vjp(scalars, train.params, has_aux=True)
         one_hot = jnp.eye(len(self.plan.groups), dtype=values.dtype)
         with jax.named_scope("BACKWARD"):
-            grads = tuple(float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
+            grads = tuple(self.plan.wide(pull(one_hot[group])[0]) for group in range(len(self.plan.groups)))
         term = first_bad(num + den)
         micro = jnp.where(term >= 0, train.counters[state.BATCH], -1)
         return Sums(grads, num, den, metrics, jnp.stack([micro, term, jnp.int32(-1)])), model_state, invalid
@@ -92,28 +91,34 @@ class StepBody:
         """Accumulate one microbatch of a window of several; holds no optimizer."""
         train, rows, status = carry
         seen, model_state, invalid = self.measure(train, batch)
-        window: Sums = train.accum["window"]
-        grads = jax.tree.map(jnp.add, window.grads, seen.grads)
-        leaf = first_bad(jnp.sum(jnp.stack([square_sums(tree) for tree in grads]), axis=0))
+        window, kept = self.add(train, seen)
+        leaf = first_bad(jnp.sum(jnp.stack([square_sums(tree) for tree in window.grads]), axis=0))
         here = jnp.stack([train.counters[state.BATCH], seen.fault[1], leaf])
         bad = (seen.fault[1] >= 0) | (leaf >= 0)
         fault = jnp.where((window.fault[0] < 0) & bad, here, window.fault)
-        added = Sums(grads, window.num + seen.num, window.den + seen.den, window.metrics + seen.metrics, fault)
+        added = window._replace(fault=fault)
         live = status[1] == 0
         counters = state.tick(train.counters, batch=live, micro=live, epoch_batch=live)
         halt = jnp.where(live & (invalid > 0), records.HALT_INVALID, status[1])
         if self.layout.every == "batch":
             flags = jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
-            zero = jnp.float32(0)
+            zero = self.plan.zero
             ints = [flags, halt, invalid, *fault, jnp.int32(-1)]
             row = self.layout.row(counters, ints, zero, zero, seen.flat, added.flat)
             rows = records.write(rows, status[0], row)
             status = jnp.stack([status[0] + 1, halt])
         else:
             status = jnp.stack([status[0], halt])
-        accum = {**train.accum, "window": added, "last": seen.flat, "invalid": train.accum["invalid"] + invalid}
+        accum = {**train.accum, **kept, "window": added, "last": seen.flat}
+        accum["invalid"] = train.accum["invalid"] + invalid
         model_state = pick(live, model_state, train.model_state)
         return replace(train, accum=accum, model_state=model_state, counters=counters), rows, status
+
+    def add(self, train: TrainState, seen: Sums) -> tuple[Sums, dict[str, Any]]:
+        """The open window with this microbatch in it, its fault as before; and what else the accumulator keeps."""
+        window: Sums = train.accum["window"]
+        added = jax.tree.map(jnp.add, window._replace(fault=()), seen._replace(fault=()))
+        return added._replace(fault=window.fault), {}
 
     def last(self, carry: State, batch: Any) -> State:
         """Accumulate the last microbatch of a window and close it."""
@@ -140,8 +145,11 @@ class StepBody:
             train, rows, cursor, status[1], live, accum["window"], own, train.model_state, accum["entry"],
             accum["invalid"],
         )  # fmt: skip
-        clean = open_window(self.plan, self.layout, train.params, train.model_state)
-        return replace(train, accum=clean), rows, status
+        return replace(train, accum=self.opened(accum, train)), rows, status
+
+    def opened(self, accum: dict[str, Any], train: TrainState) -> dict[str, Any]:
+        """The accumulator of the next window, after the one that `accum` held."""
+        return open_window(self.plan, self.layout, train.params, train.model_state)
 
     def _close(
         self,
@@ -155,6 +163,7 @@ class StepBody:
         model_state: Any,
         entry: Any,
         invalid: Any,
+        /,
     ) -> State:
         """unscale -> divide -> finite check -> clip -> step, kept only if nothing speaks against it; then the row."""
         squares, norm = self.plan.measure(window.grads, window.den)
@@ -171,9 +180,9 @@ class StepBody:
             clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
             params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
             params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
-            return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)))
+            return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), self.plan.dtype)))
 
-        params, opt_state, rate = only_if(keep, update, (train.params, train.opt_state, jnp.float32(0)))
+        params, opt_state, rate = only_if(keep, update, (train.params, train.opt_state, self.plan.zero))
 
         open_ = halt == 0
         before = train.counters[state.CONSECUTIVE]
@@ -204,14 +213,11 @@ class StepBody:
 
 def open_window(plan: Plan, layout: RecordLayout, params: Any, model_state: Any) -> dict[str, Any]:
     """An empty accumulator: zero sums, and the model_state to go back to if the window is dropped."""
-    zeros = tuple(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) for _ in plan.groups)
+    zeros = partial(jnp.zeros, dtype=plan.dtype)
+    grads = tuple(jax.tree.map(lambda p: zeros(p.shape), params) for _ in plan.groups)
     n, m = len(plan.terms), layout.n_sums - 2 * len(plan.terms)
-    window = Sums(zeros, jnp.zeros(n), jnp.zeros(n), jnp.zeros(m), jnp.full(3, -1, jnp.int32))
-    return {"window": window, "entry": model_state, "last": jnp.zeros(layout.n_sums), "invalid": jnp.int32(0)}
-
-
-def float32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+    window = Sums(grads, zeros(n), zeros(n), zeros(m), jnp.full(3, -1, jnp.int32))
+    return {"window": window, "entry": model_state, "last": zeros(layout.n_sums), "invalid": jnp.int32(0)}
 
 
 def replace(train: TrainState, **changes: Any) -> TrainState:

@@ -11,13 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import StepError
+from nnx_jax.core.precision import sum_dtype
 from nnx_jax.step import rng, state
 from nnx_jax.step.body import State, StepBody
+from nnx_jax.step.canonical import Alone, CanonicalBody
 from nnx_jax.step.concrete import ConcretePrograms
+from nnx_jax.step.everywhere import Everywhere
+from nnx_jax.step.lost import halting
+from nnx_jax.step.places import gathering
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.probe import hooked_body
 from nnx_jax.step.programs import StepPrograms
 from nnx_jax.step.records import RecordLayout
+from nnx_jax.step.shards import Shards
+from nnx_jax.step.split_update import split_update
 from nnx_jax.step.state import TrainState, describe_leaf, leaf_paths, strong
 from nnx_jax.step.window import (
     Forward,
@@ -47,6 +54,9 @@ def build_step(
     capacity: int = 4096,
     hooks: HookPlan | None = None,
     executor: str = "compiled",
+    sharding: Any = None,
+    make_body: Callable[..., StepBody] = StepBody,
+    shards: Shards | None = None,
 ) -> StepPrograms:
     """Check that the parts fit and return the programs; nothing is compiled before its first call.
 
@@ -55,10 +65,10 @@ def build_step(
             parameters in one dict.
         terms: `(outputs, batch) -> tuple[LossTerm, ...]`, see `objectives.terms`.
         optimizer: `init(params) -> OptState`, `update(grads, opt_state, params) -> (new params, new OptState)`; gets
-            float32 gradients, already divided and clipped.
+            gradients in float32 (float64 where parameters are), already divided and clipped.
         params, model_state, frozen, slots: the arrays, or anything with their shapes and dtypes.
         signature: shape and dtype of every batch column by name, with "mask" (float32 [B]) among them.
-        metrics: objects with `name`, `size` and `update(outputs, batch) -> float32 [size]`.
+        metrics: objects with `name`, `size` and `update(outputs, batch) -> [size]`.
         invalid: `(outputs, batch) -> int32`, count of impossible labels; any stops the run. Default: the loss's own
             `invalid_labels`, if it has one.
         accumulate: microbatches in a full window.
@@ -69,10 +79,16 @@ def build_step(
         capacity: rows the device keeps between two `read_records`.
         hooks: what takes part in the step; their slots are made here.
         executor: "compiled", or "staged" and "eager", which run Python with concrete values; see `step/concrete.py`.
+        sharding: a ShardingSpec; None for one device. The batches handed over lie as it says (`spmd/mesh.py`).
+
+        make_body: what the programs are put together from, without hooks; see `step/custom.py`.
+        shards: of a canonical reduction; None for the fast one. With another `make_body` every device computes whole
+            microbatches.
 
     Raises:
         StepError: an option is out of range, or forward, loss or optimizer change the shape, dtype or structure of
             what they update.
+        ConfigError: a rule of `sharding` does not fit the parameters.
     """
     _check_options(accumulate, clip_norm, nonfinite, max_consecutive, record_every, capacity)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in signature.items()}
@@ -82,10 +98,12 @@ def build_step(
         lambda p, f, m, b, k: forward({**f, **p}, m, b, k, True), given[0], given[1], given[2], batch, key
     )
     _check_same("model_state", given[2], new_model_state, "the forward pass")
-    plan = _plan(terms, outputs, batch, accumulate, hooks is not None and hooks.adds_means)
-    layout = RecordLayout(
-        plan.terms, plan.weights, plan.additive, tuple((m.name, m.size) for m in metrics), capacity, record_every
-    )
+    fused = 1 if shards is None else 2  # a shard must not divide by its own denominators
+    dtype = sum_dtype(*(leaf.dtype for leaf in given[0].values()))
+    plan = _plan(terms, outputs, batch, max(accumulate, fused), hooks is not None and hooks.adds_means, dtype)
+    plan = plan if shards is None else dataclasses.replace(plan, norm_divided=True)
+    names = tuple((m.name, m.size) for m in metrics)
+    layout = RecordLayout(plan.terms, plan.weights, plan.additive, names, capacity, record_every, dtype)
     options: dict[str, Any] = {
         "metrics": metrics,
         "invalid": getattr(terms, "invalid_labels", None) if invalid is None else invalid,
@@ -95,11 +113,24 @@ def build_step(
         "max_consecutive": max_consecutive,
     }
     if executor != "compiled":
+        if sharding is not None:
+            raise StepError(f"the executor '{executor}' runs on one device; leave the mesh out, or use 'compiled'")
+        if shards is not None:
+            raise StepError(f"the executor '{executor}' computes no shards; use 'compiled', or the fast reduction")
         hooks = dataclasses.replace(hooks or HookPlan(), concrete=True)
-    body: StepBody = StepBody(forward, terms, optimizer, plan, layout, **options)
+    used, split = optimizer, None
+    if shards is None:
+        forward = gathering(forward, sharding)
+    else:
+        if make_body is StepBody:
+            make_body, split = partial(CanonicalBody, shards=shards), split_update(optimizer, given, sharding)
+        used = Alone(split or optimizer)
+    body: Any = make_body(forward, terms, used, plan, layout, **options)
     if hooks is not None and not hooks.empty:
-        body = hooked_body(hooks, given, batch, forward, terms, optimizer, plan, layout, options)
-    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), given[0])
+        body = hooked_body(hooks, given, batch, forward, terms, used, plan, layout, options, shards)
+    if shards is not None:
+        body = Everywhere(body, getattr(body, "shards", shards), sharding, split)
+    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), given[0])
     opt_state = jax.eval_shape(optimizer.init, given[0])
     new_params, new_opt_state = jax.eval_shape(optimizer.update, grads, opt_state, given[0])
     _check_same("opt_state", opt_state, new_opt_state, "the optimizer")
@@ -115,14 +146,14 @@ def build_step(
 
     if executor != "compiled":
         return ConcretePrograms(body, init, given, compiled=executor == "staged")  # type: ignore[arg-type]
-    return StepPrograms(body, init, given)
+    return StepPrograms(halting(body, sharding), init, given, sharding=sharding)
 
 
-def _plan(terms: Terms, outputs: Any, batch: Any, accumulate: int, means: bool) -> Plan:
+def _plan(terms: Terms, outputs: Any, batch: Any, accumulate: int, means: bool, dtype: Any) -> Plan:
     found: list[Plan] = []
 
     def look(outputs: Any, batch: Any) -> None:
-        found.append(plan_terms(terms(outputs, batch), accumulate, means=means))
+        found.append(plan_terms(terms(outputs, batch), accumulate, means=means, dtype=dtype))
 
     jax.eval_shape(look, outputs, batch)
     return found[0]

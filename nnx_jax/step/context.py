@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import TraceBoundaryError
+from nnx_jax.optim.clip import square_sums
 from nnx_jax.step.gates import Flag, check_loss, pick
-from nnx_jax.step.window import only_if, square_sums
+from nnx_jax.step.window import only_if
 
 _WHEN = {
     "predictions": "from AFTER_FORWARD to BEFORE_BACKWARD",

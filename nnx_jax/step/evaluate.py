@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_jax.core.precision import sum_dtype
 from nnx_jax.objectives.terms import check_terms
 from nnx_jax.step import batches, rng
 from nnx_jax.step.loops import Fetch, once, run_rows
+from nnx_jax.step.lost import lost_rows, spans_processes
+from nnx_jax.step.places import gathering, put
+from nnx_jax.step.shards import Shards
 from nnx_jax.step.watch import CompileWatch
 from nnx_jax.step.window import Forward, Terms
 
@@ -29,12 +33,14 @@ class EvalSums:
         metrics: float64 [size] sums by metric.
         rows: real rows scored.
         invalid: impossible labels met.
+        lost: among several processes, devices with rows that a process could not read, counted once a batch or more.
     """
 
     terms: Mapping[str, tuple[float, float | None, float]]
     metrics: Mapping[str, np.ndarray]
     rows: int
     invalid: int
+    lost: int = 0
 
     @property
     def loss(self) -> float:
@@ -46,23 +52,35 @@ class EvalSums:
 class Evaluator:
     """Compiled scoring of batches. It reads weights and changes nothing: no mode, no random stream, no statistics.
 
-    Sums are kept as a float32 pair (sum, what its rounding lost) and put together in float64 on the host, so that the
-    millionth row counts as much as the first.
+    Sums are kept as a pair (sum, what its rounding lost), float32 or as wide as the weights, and put together in
+    float64 on the host, so that the millionth row counts as much as the first.
 
     Attributes:
         watch: compile counts of "evaluate" and "evaluate_resident".
     """
 
     def __init__(
-        self, forward: Forward, terms: Terms, metrics: Sequence[Any], invalid: Callable[[Any, Any], Any] | None
+        self,
+        forward: Forward,
+        terms: Terms,
+        metrics: Sequence[Any],
+        invalid: Callable[[Any, Any], Any] | None,
+        sharding: Any = None,
+        shards: Shards | None = None,
     ) -> None:
         self._forward, self._terms, self._metrics, self._invalid = forward, terms, tuple(metrics), invalid
+        self._shards = shards
         self._names: tuple[tuple[str, bool, float], ...] = ()
         self.watch = CompileWatch(warn=False)  # every split may have a shape of its own
         self._key = rng.stream_key(rng.run_key(0), rng.EVALUATION)
-        self._one = self.watch.jit("evaluate", self._add, ["params", "model_state", "sums", "batch"], donate_argnums=2)
+        self._whole = None if sharding is None else sharding.whole
+        self._spans = sharding if spans_processes(sharding) else None
+        out = {} if sharding is None else {"out_shardings": self._whole}
+        self._one = self.watch.jit(
+            "evaluate", self._add, ["params", "model_state", "sums", "batch"], donate_argnums=2, **out
+        )
         self._many = self.watch.jit(
-            "evaluate_resident", self._loop, ["params", "model_state", "columns", "table", "count"]
+            "evaluate_resident", self._loop, ["params", "model_state", "columns", "table", "count"], **out
         )
         self._size = 0
 
@@ -83,15 +101,29 @@ class Evaluator:
         return self._result(np.asarray(sums))
 
     def _vector(self, params: Any, model_state: Any, batch: Any) -> jax.Array:
-        """float32 [2 * terms + metrics + 2]: numerators, denominators, metric sums, rows, invalid labels."""
+        """[2 * terms + metrics + 2]: numerators, denominators, metric sums, rows, invalid labels.
+
+        Over the devices of several processes one more: devices with rows that a process could not read.
+        """
+        if self._shards is None:
+            sums = self._sums((params, model_state), batch)
+        else:
+            zero = jnp.any(batch["mask"] < 0).astype(jnp.int32)  # a mask is never negative, but XLA cannot know
+            sums = self._shards.everywhere(self._sums, (params, model_state), batch, zero)
+        if self._spans is None:
+            return sums
+        return jnp.concatenate([sums, lost_rows(batch["mask"], self._spans).astype(sums.dtype)[None]])
+
+    def _sums(self, given: Any, batch: Any, shard: Any = 0) -> jax.Array:
+        params, model_state = given
         outputs, _ = self._forward(params, model_state, batch, self._key, False)
-        terms = check_terms(self._terms(outputs, batch))
+        terms, dtype = check_terms(self._terms(outputs, batch)), _dtype(params)
         self._names = tuple((term.name, term.denominator is None, float(term.weight)) for term in terms)
-        num = [jnp.asarray(term.scaled, jnp.float32)[None] for term in terms]
-        den = [jnp.asarray(0 if t.denominator is None else t.denominator, jnp.float32)[None] for t in terms]
-        sums = [jnp.asarray(metric.update(outputs, batch), jnp.float32).reshape(-1) for metric in self._metrics]
-        rows = jnp.sum(batch["mask"] > 0, dtype=jnp.float32)[None]
-        bad = jnp.float32(0) if self._invalid is None else jnp.asarray(self._invalid(outputs, batch), jnp.float32)
+        num = [jnp.asarray(term.scaled, dtype)[None] for term in terms]
+        den = [jnp.asarray(0 if t.denominator is None else t.denominator, dtype)[None] for t in terms]
+        sums = [jnp.asarray(metric.update(outputs, batch), dtype).reshape(-1) for metric in self._metrics]
+        rows = jnp.sum(batch["mask"] > 0, dtype=dtype)[None]
+        bad = jnp.asarray(0 if self._invalid is None else self._invalid(outputs, batch), dtype)
         return jnp.concatenate([*num, *den, *sums, rows, bad[None]])
 
     def _add(self, params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
@@ -100,7 +132,7 @@ class Evaluator:
     def _loop(self, params: Any, model_state: Any, columns: Any, table: Any, count: Any) -> Any:
         fetch = lambda row: batches.gather(columns, jax.lax.dynamic_index_in_dim(table, row, keepdims=False))  # noqa: E731
         shape = jax.eval_shape(self._vector, params, model_state, fetch(jnp.int32(0))).shape
-        return self._rows(params, model_state, jnp.zeros((2, *shape), jnp.float32), fetch, count)
+        return self._rows(params, model_state, jnp.zeros((2, *shape), _dtype(params)), fetch, count)
 
     def _rows(self, params: Any, model_state: Any, sums: Any, fetch: Fetch, count: Any) -> Any:
         def add(sums: Any, batch: Any) -> Any:
@@ -113,7 +145,8 @@ class Evaluator:
     def _zeros(self, params: Mapping[str, Any], model_state: Any, batch: Any) -> jax.Array:
         if not self._size:
             self._size = jax.eval_shape(self._vector, dict(params), model_state, dict(batch)).shape[0]
-        return jnp.zeros((2, self._size), jnp.float32)
+        zeros = jnp.zeros((2, self._size), _dtype(params))
+        return zeros if self._whole is None else put(zeros, self._whole)
 
     def _result(self, pair: np.ndarray | None) -> EvalSums:
         if pair is None:
@@ -128,14 +161,26 @@ class Evaluator:
         for metric in self._metrics:
             metrics[metric.name] = sums[at : at + metric.size]
             at += metric.size
-        return EvalSums(terms, metrics, round(sums[-2]), round(sums[-1]))
+        return EvalSums(terms, metrics, round(sums[at]), round(sums[at + 1]), round(sums[at + 2 :].sum()))
 
 
 def build_eval(
-    forward: Forward, terms: Terms, metrics: Sequence[Any] = (), *, invalid: Callable[[Any, Any], Any] | None = None
+    forward: Forward,
+    terms: Terms,
+    metrics: Sequence[Any] = (),
+    *,
+    invalid: Callable[[Any, Any], Any] | None = None,
+    sharding: Any = None,
+    shards: Shards | None = None,
 ) -> Evaluator:
     """An evaluator for the same parts as `build_step`; compiled at its first use, once for each batch shape."""
-    return Evaluator(forward, terms, metrics, getattr(terms, "invalid_labels", None) if invalid is None else invalid)
+    invalid = getattr(terms, "invalid_labels", None) if invalid is None else invalid
+    forward = forward if shards is not None else gathering(forward, sharding)
+    return Evaluator(forward, terms, metrics, invalid, sharding, shards)
+
+
+def _dtype(params: Mapping[str, Any]) -> np.dtype[Any]:
+    return sum_dtype(*(value.dtype for value in params.values()))
 
 
 def _add_pair(pair: jax.Array, values: jax.Array) -> jax.Array:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.objectives.terms import LossTerm, check_terms, term_value
-from nnx_jax.step import gates, rng, state
-from nnx_jax.step.body import StepBody, float32
+from nnx_jax.step import gates, state
+from nnx_jax.step.body import StepBody
 from nnx_jax.step.calls import HookCalls
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.state import TrainState
-from nnx_jax.step.window import Sums, first_bad, stack_terms, terms_at
+from nnx_jax.step.window import Sums, first_bad, forward_at, stack_terms, terms_at
 
 
 class HookedForward(StepBody):
@@ -39,7 +39,8 @@ class HookedForward(StepBody):
         def scalars(params: dict[str, Any]) -> tuple[jax.Array, Any]:
             inner = ctx.fork(params=params)
             with jax.named_scope("FORWARD"):
-                outputs, model_state = self.forward({**train.frozen, **params}, train.model_state, batch, key, True)
+                forward = forward_at(self.forward, train.counters)
+                outputs, model_state = forward({**train.frozen, **params}, train.model_state, batch, key, True)
             inner.enter(predictions=outputs)
             self.calls.at(inner, Stage.AFTER_FORWARD)
             self.calls.at(inner, Stage.BEFORE_LOSS)
@@ -49,12 +50,11 @@ class HookedForward(StepBody):
             num, den = stack_terms(terms, self.plan)
             values, ref = self._objective(inner, num, den, terms)
             seen = jax.lax.stop_gradient(outputs)
-            sums = [jnp.asarray(metric.update(seen, batch), jnp.float32).reshape(-1) for metric in self.metrics]
+            metrics = self.plan.metrics([metric.update(seen, batch) for metric in self.metrics])
             bad = jnp.int32(0) if self.invalid is None else jnp.asarray(self.invalid(seen, batch), jnp.int32)
-            metrics = jnp.concatenate([jnp.zeros(0), *sums])
             out = inner.carried("predictions", "loss", "raw_loss", "losses", "weight", "slots", "metrics")
             return values / ref if ref != 1 else values, jax.lax.stop_gradient(
-                (num, den, metrics, model_state, bad, out, jnp.float32(ref))
+                (num, den, metrics, model_state, bad, out, jnp.asarray(ref, self.plan.dtype))
             )
 
         owner = self.hooks.owner(Stage.DO_BACKWARD)
@@ -62,10 +62,10 @@ class HookedForward(StepBody):
             values, pull, aux = jax.vjp(scalars, train.params, has_aux=True)
             one_hot = jnp.eye(len(self.plan.groups), dtype=values.dtype)
             with jax.named_scope("BACKWARD"):
-                raw = [float32(pull(one_hot[group])[0]) for group in range(len(self.plan.groups))]
+                raw = [self.plan.wide(pull(one_hot[group])[0]) for group in range(len(self.plan.groups))]
         else:
             _, aux = scalars(train.params)
-            raw = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), train.params) for _ in self.plan.groups]
+            raw = [jax.tree.map(lambda p: jnp.zeros(p.shape, self.plan.dtype), train.params) for _ in self.plan.groups]
         num, den, metrics, model_state, invalid, out, ref = aux
         grads = tuple(raw) if self._ref is None else tuple(jax.tree.map(lambda g: g * ref, tree) for tree in raw)
         ctx.enter(**out)
@@ -77,10 +77,6 @@ class HookedForward(StepBody):
         term = first_bad(num + den)
         micro = jnp.where(term >= 0, train.counters[state.BATCH], -1)
         return Sums(grads, num, den, metrics, jnp.stack([micro, term, jnp.int32(-1)])), model_state, invalid
-
-    def key(self, train: TrainState) -> jax.Array:
-        """The key of the forward pass."""
-        return rng.stream_key(train.rng, rng.DROPOUT, train.counters[state.BATCH])
 
     _ref: int | None = None
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 from nnx_jax.core.errors import StepError
 from nnx_jax.core.stages import TrainingStage as Stage
+from nnx_jax.optim.clip import clip_scale, square_sums
 from nnx_jax.step import gates, records, rng, state
 from nnx_jax.step.body import open_window, replace
 from nnx_jax.step.context import StepContext
 from nnx_jax.step.forward import HookedForward
 from nnx_jax.step.state import TrainState, strong
-from nnx_jax.step.window import Sums, clip_scale, first_bad, only_if, square_sums
+from nnx_jax.step.window import Sums, first_bad, only_if
 
 State = Any
 
@@ -144,14 +145,18 @@ class HookedBody(HookedForward):
         if self.dynamic:
             window = gates.pick(ctx.zeroed, _zeros(window), window)
         grads = jax.tree.map(jnp.add, window.grads, seen.grads)
+        fault = self._fault(train, ctx, window, seen, grads)
+        return Sums(grads, window.num + seen.num, window.den + seen.den, window.metrics + seen.metrics, fault)
+
+    def _fault(self, train: TrainState, ctx: StepContext, window: Sums, seen: Sums, grads: Any) -> jax.Array:
+        """The window's first fault, this microbatch's gradient in `grads`."""
         leaf = first_bad(jnp.sum(jnp.stack([self._looks(ctx, tree) for tree in grads]), axis=0))
         here = jnp.stack([train.counters[state.BATCH], seen.fault[1], leaf])
         bad = (seen.fault[1] >= 0) | (leaf >= 0)
-        fault = jnp.where((window.fault[0] < 0) & bad, here, window.fault)
-        return Sums(grads, window.num + seen.num, window.den + seen.den, window.metrics + seen.metrics, fault)
+        return jnp.where((window.fault[0] < 0) & bad, here, window.fault)
 
     def _looks(self, ctx: StepContext, tree: Any) -> jax.Array:
-        """float32 [leaves], not finite where a leaf is not; under a loss scale squares of what is fine may overflow."""
+        """[leaves], not finite where a leaf is not; under a loss scale squares of what is fine may overflow."""
         if not ctx.scaled:
             return square_sums(tree)
         return jnp.stack([jnp.where(jnp.all(jnp.isfinite(leaf)), 0.0, jnp.nan) for leaf in jax.tree.leaves(tree)])
@@ -270,7 +275,7 @@ class HookedBody(HookedForward):
         if self.layout.every == "batch":
             bad = window.fault[0] >= 0
             flags = jnp.where(bad, records.BAD, 0) + jnp.where(live, 0, records.HALTED)
-            zero = jnp.float32(0)
+            zero = self.plan.zero
             ints = [flags, halt, invalid, *window.fault, jnp.int32(-1)]
             row = self.layout.row(train.counters, ints, zero, zero, seen.flat, window.flat)
             rows, status = records.write(rows, status[0], row), jnp.stack([status[0] + 1, halt])
@@ -315,7 +320,7 @@ class HookedBody(HookedForward):
         """
         squares = square_sums(ctx.__dict__["unscaled"])
         norm = ctx.metrics.get("grad_norm")
-        norm = jnp.sqrt(jnp.sum(squares)) if norm is None else jnp.asarray(norm, jnp.float32)
+        norm = jnp.sqrt(jnp.sum(squares)) if norm is None else jnp.asarray(norm, self.plan.dtype)
         broken = (window.fault[0] >= 0) | ~jnp.isfinite(norm) | ~jnp.isfinite(jnp.sum(squares))
         bad = jnp.bool_(False) if self.nonfinite == "ignore" else jnp.asarray(gates.and_(run, broken))
         for index, _ in self.calls.scales(ctx) if self.nonfinite != "ignore" else ():
@@ -335,7 +340,7 @@ class HookedBody(HookedForward):
         owner = self.hooks.owner(Stage.DO_OPTIMIZER_STEP)
         if owner is not None:
             self.calls.call_one(ctx, owner, Stage.DO_OPTIMIZER_STEP)
-            return gates.pick(keep, strong(ctx.params), train.params), train.opt_state, jnp.float32(0)
+            return gates.pick(keep, strong(ctx.params), train.params), train.opt_state, self.plan.zero
         given = ctx.grads
         # What no hook replaced is divided inside, as without hooks, for the same instructions and so the same bits.
         plain = given is ctx.__dict__["divided"]
@@ -348,9 +353,9 @@ class HookedBody(HookedForward):
             clipped = grads if scale is None else jax.tree.map(lambda g: g * scale, grads)
             params, opt_state = self.optimizer.update(clipped, train.opt_state, train.params)
             params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, train.params)
-            return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), jnp.float32)))
+            return strong((params, opt_state, jnp.asarray(getattr(opt_state, "rate", 0.0), self.plan.dtype)))
 
-        old = (train.params, train.opt_state, jnp.float32(0))
+        old = (train.params, train.opt_state, self.plan.zero)
         return only_if(keep, update, old)
 
     def _after(

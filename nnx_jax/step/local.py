@@ -6,7 +6,8 @@ summed at once, so hooks see the loss of the whole batch; only the gradient sums
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ class LocalBody(HookedBody):
         StepError: a window of one microbatch, a model that keeps statistics of the whole batch, or a hook that does the
             backward pass itself.
     """
+
+    spread = ("accum/window/grads/",)
+    """Prefixes of the names of leaves that have a part on each device."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -121,9 +125,20 @@ class LocalBody(HookedBody):
         weight = 1.0 if divided else total[1][first] / (self.plan.weights[first] or 1.0)
         return (values * slope).at[0].add(rest * weight), self._reference(ctx.batch)
 
+    def _reference(self, batch: Mapping[str, Any]) -> int:
+        """As the base class, of the whole batch: a loss scale overflows where it does on one device."""
+        self._ref = super()._reference(batch) * (1 << round(math.log2(self.mesh.size)))
+        return self._ref
+
+    def _looks(self, ctx: StepContext, tree: Any) -> jax.Array:
+        """As the base class; each device looks at its own sums, so that no gradient travels inside a window."""
+        look = super()._looks
+        return jnp.sum(jax.vmap(lambda own: look(ctx, own))(tree), axis=0)
+
     def after_backward(self, ctx: StepContext, window: Sums, seen: Sums, closes: bool) -> Sums:
         """As the base class, on the reduced sums; what a hook replaced goes to the first device's."""
         reduced = window._replace(grads=_sum(window.grads))
+        ctx.enter(reduced=reduced.grads)
         found = super().after_backward(ctx, reduced, seen._replace(grads=_sum(seen.grads)), closes)
         if found is reduced:
             return window
@@ -135,7 +150,7 @@ class LocalBody(HookedBody):
         veto: Any, closes: bool,
     ) -> Any:  # fmt: skip
         """As the base class; the update of a window is made of the reduced sums."""
-        window = window._replace(grads=_sum(window.grads)) if closes else window
+        window = window._replace(grads=ctx.__dict__["reduced"]) if closes else window
         return super().finish(carry, ctx, window, seen, model_state, invalid, run, veto, closes)
 
     def _accumulator(self, *args: Any, closed: bool, **options: Any) -> dict[str, Any]:

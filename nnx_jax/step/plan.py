@@ -28,6 +28,8 @@ class HookPlan:
         world: processes or devices one update stands for, in `global_step_count`.
         concrete: values are concrete while the Python of the hooks runs (`step/concrete.py`), so it may keep state.
         mesh: the devices of a deferred reduction (`step/local.py`); None to reduce every microbatch.
+        by_default: nobody asked for the deferred reduction, so going without it needs no warning.
+        sharding: a ShardingSpec of the devices that the step runs on; None for one device.
         observer: called at every stage of a microbatch, in place, where values are concrete.
     """
 
@@ -39,6 +41,8 @@ class HookPlan:
     world: int = 1
     concrete: bool = False
     mesh: Any = None
+    by_default: bool = False
+    sharding: Any = None
     observer: Callable[[Stage, StepContext], None] | None = None
     keys: dict[int, str] = field(default_factory=dict)
 

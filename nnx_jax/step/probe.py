@@ -13,45 +13,79 @@ import jax
 import jax.numpy as jnp
 
 from nnx_jax.core.errors import TraceBoundaryError, TraceStateError
+from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.step import state
+from nnx_jax.step.canonical import CanonicalHooks, TakesPartInside
 from nnx_jax.step.hooked import HookedBody
 from nnx_jax.step.local import LocalBody
 from nnx_jax.step.plan import HookPlan
+from nnx_jax.step.shards import Shards
 from nnx_jax.step.state import TrainState
 
 
 def hooked_body(
     hooks: HookPlan, given: Any, batch: Any, forward: Any, terms: Any, optimizer: Any, plan: Any, layout: Any,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any], shards: Any = None,
 ) -> HookedBody:  # fmt: skip
     """The body for these hooks; traces what they decide at BEFORE_BATCH to see whether the accumulator must live on."""
-    params, frozen, model_state, slots = given
     quiet = replace(hooks, observer=None, concrete=False)
-    make = HookedBody
-    if hooks.mesh is not None:
-        make = LocalBody
-    body = make(forward, terms, optimizer, plan, layout, hooks=quiet, **options)
+    parts, make = (forward, terms, optimizer, plan, layout), HookedBody if hooks.mesh is None else LocalBody
+    make_seen: Any = make
+    if shards is not None:
+        shards = _fitting(shards, parts, quiet, options, given, batch)
+        make = partial(CanonicalHooks, shards=shards)
+        make_seen = partial(CanonicalHooks, shards=shards.on_one())  # looked at outside of the devices
+    body: Any = make_seen(*parts, hooks=quiet, **options)
+
+    train = _first(hooks, given)
+    every = (*hooks.update, *hooks.traced)
+    keeps = _keeps(body, every, train, batch, hooks.concrete)
+    body = make(*parts, hooks=hooks, keeps=keeps, **options)
+    seen_body = make_seen(*parts, hooks=hooks, keeps=keeps, **options)
+    if hooks.taps:
+        shapes = partial(_concrete, every) if hooks.concrete else _abstract
+
+        def tapped(train: TrainState, batch: Any) -> Any:
+            ctx = seen_body.begin(train, batch, closes=True)
+            seen, _, _ = seen_body.measured(train, ctx)
+            seen_body.after_backward(ctx, seen, seen, closes=True)
+            return seen_body.taps(ctx)
+
+        body.tapped = shapes(tapped, train, batch)
+    return body
+
+
+def _first(hooks: HookPlan, given: Any) -> TrainState:
+    """Shapes of the first state, as far as hooks see it."""
 
     def start(params: Any, frozen: Any, model_state: Any, key: Any) -> TrainState:
         counters = jnp.zeros(len(state.COUNTERS), jnp.int32)
         return TrainState(params, frozen, model_state, (), {}, hooks.init(params, model_state), key, counters)
 
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    train = jax.eval_shape(start, params, frozen, model_state, key)
+    return jax.eval_shape(start, *given[:3], jax.ShapeDtypeStruct((2,), jnp.uint32))
+
+
+def _fitting(
+    shards: Shards, parts: Sequence[Any], hooks: HookPlan, options: Mapping[str, Any], given: Any, batch: Any
+) -> Shards:
+    """The shards as these hooks need them: all of a batch where one takes part in its loss or may look at its rows."""
     every = (*hooks.update, *hooks.traced)
-    keeps = _keeps(body, every, train, batch, hooks.concrete)
-    body = make(forward, terms, optimizer, plan, layout, hooks=hooks, keeps=keeps, **options)
-    if hooks.taps:
-        shapes = partial(_concrete, every) if hooks.concrete else _abstract
+    if any(not type(hook).__module__.startswith("nnx_jax.") for hook in every):
+        shards = shards.of_all()
 
-        def tapped(train: TrainState, batch: Any) -> Any:
-            ctx = body.begin(train, batch, closes=True)
-            seen, _, _ = body.measured(train, ctx)
-            body.after_backward(ctx, seen, seen, closes=True)
-            return body.taps(ctx)
+    def look(train: TrainState, batch: Any) -> None:
+        body = CanonicalHooks(*parts, hooks=hooks, shards=shards.on_one(), **options)
+        ctx = body.begin(train, batch, closes=True)
+        ctx.enter(zeroed=body.keep_or_zero(ctx))
+        body.calls.at(ctx, Stage.BEFORE_FORWARD)
+        body.measured(train, ctx)
 
-        body.tapped = shapes(tapped, train, batch)
-    return body
+    try:
+        with _untouched(every):
+            jax.eval_shape(look, _first(hooks, given), batch)
+    except TakesPartInside as found:
+        return shards.with_hooks_inside(found.args[0])
+    return shards
 
 
 def _keeps(body: HookedBody, hooks: Sequence[Any], train: TrainState, batch: Any, concrete: bool) -> bool:

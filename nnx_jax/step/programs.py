@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_jax.core.errors import DataError, NonFiniteError, StepError, VetoError
+from nnx_jax.core.errors import DataError, HaltedElsewhere, NonFiniteError, StepError, VetoError
 from nnx_jax.step import batches, records, state
 from nnx_jax.step.loops import Fetch, once, run_rows
+from nnx_jax.step.places import Places
 from nnx_jax.step.records import Records
 from nnx_jax.step.rng import run_key
-from nnx_jax.step.state import TrainState, leaf_paths, match_named, own
+from nnx_jax.step.state import TrainState, leaf_paths, match_named
 from nnx_jax.step.watch import CompileWatch
 
 if TYPE_CHECKING:
@@ -52,27 +54,34 @@ class StepPrograms:
         max_in_flight: calls that may wait on the device before the next one waits for the oldest.
     """
 
-    def __init__(self, body: StepBody, init: Any, given: Any, *, max_in_flight: int = 4) -> None:
+    def __init__(self, body: StepBody, init: Any, given: Any, *, max_in_flight: int = 4, sharding: Any = None) -> None:
+        """`sharding`: a ShardingSpec of the devices that the programs run on; None for the default device."""
         self.layout, self.max_in_flight = body.layout, max_in_flight
         self.dynamic = body.dynamic
         self.accumulate = 1 if body.dynamic else body.accumulate
         self.watch = CompileWatch()
         self._given, self._body = given, body
-        self._init = jax.jit(lambda parts, key: jax.tree.leaves(init(parts, key)))
         shapes = jax.eval_shape(init, given, jax.ShapeDtypeStruct((2,), jnp.uint32))
-        self._like, self._treedef = jax.tree.leaves(shapes), jax.tree.structure(shapes)
-        self._state_treedef = jax.tree.structure(shapes[0])
+        self._treedef, self._state_treedef = jax.tree.structure(shapes), jax.tree.structure(shapes[0])
         self.paths = leaf_paths(shapes[0])
         self._n = len(self.paths)
+        self._at = Places(sharding, [*self.paths, "", ""], jax.tree.leaves(shapes), getattr(body, "spread", ()))
+        self._like = self._at.shapes(jax.tree.leaves(shapes))
+        self._init = jax.jit(lambda parts, key: jax.tree.leaves(init(parts, key)), **self._at.out(self._at.leaves))
         names = [*self.paths, "records/rows", "records/status"]
-        jit = self.watch.jit
+        jit = partial(self.watch.jit, **self._at.out((self._at.leaves, self._at.whole)))
         self._micro = jit("micro", self._one_micro, [names, "batch"], donate_argnums=0)
         self._apply = jit("apply", self._one_apply, [names, "batch"], donate_argnums=0)
         self._stacked = jit("span_stacked", self._span_stacked, [names, "block", "trip"], donate_argnums=0)
         inputs = [names, "columns", "table", "trip"]
         self._resident = jit("span_resident", self._span_resident, inputs, donate_argnums=0)
-        self._new_epoch = jax.jit(_new_epoch, donate_argnums=0)
+        self._new_epoch = jax.jit(_new_epoch, donate_argnums=0, **self._at.out(self._at.whole))
         self._counters_at = self.paths.index("counters")
+
+    @property
+    def body(self) -> StepBody:
+        """The traced parts, for a program that is put together elsewhere."""
+        return self._body
 
     # -- making and opening a carry
 
@@ -96,8 +105,8 @@ class StepPrograms:
         given = jax.tree.map(_shaped, dict(zip(names, parts, strict=True)))
         found = dict(zip(leaf_paths(given), jax.tree.leaves(given), strict=True))
         match_named(found, leaf_paths(wanted), jax.tree.leaves(wanted))
-        leaves = self._init(parts, run_key(seed))
-        return Carry(_unshared(leaves, jax.tree.leaves(parts)), 0, 0)
+        leaves = self._init(self._at.start(parts), run_key(seed))
+        return Carry(_unshared(leaves, jax.tree.leaves(parts), self._at), 0, 0)
 
     def state(self, carry: Carry) -> TrainState:
         """The carry's arrays as a TrainState, without a copy; they are gone after the next call."""
@@ -113,7 +122,7 @@ class StepPrograms:
         found = dict(zip(leaf_paths(train), (_shaped(leaf) for leaf in leaves), strict=True))
         match_named(found, self.paths, self._like[: self._n])
         fresh = [place for place, leaf in enumerate(leaves) if leaf is not carry.leaves[place]]
-        for place, leaf in zip(fresh, own([leaves[place] for place in fresh]), strict=True):
+        for place, leaf in zip(fresh, self._at.own([leaves[place] for place in fresh], fresh), strict=True):
             carry.leaves[place] = leaf
 
     def named(self, carry: Carry) -> dict[str, jax.Array]:
@@ -125,6 +134,10 @@ class StepPrograms:
         like = self._like[: self._n]
         stored = [(path, leaf) for path, leaf in zip(self.paths, like, strict=True) if not _passing(path)]
         return {path: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in stored}
+
+    def placed(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every leaf of a carry by name, with its place; the records have no name of their own."""
+        return dict(zip([*self.paths, "records/rows", "records/status"], self._like, strict=True))
 
     def load_named(self, named: Mapping[str, Any]) -> Carry:
         """A carry from saved leaves, exactly as they were; the arrays given stay the caller's.
@@ -138,7 +151,7 @@ class StepPrograms:
         counters = np.asarray(named["counters"])
         blank = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._like[self._n :]]
         micro = 0 if self._body.dynamic else int(counters[state.MICRO])
-        return Carry(own([*leaves, *blank]), int(counters[state.BATCH]), micro)
+        return Carry(self._at.own([*leaves, *blank]), int(counters[state.BATCH]), micro)
 
     # -- moving it forward
 
@@ -200,6 +213,7 @@ class StepPrograms:
             NonFiniteError: training stopped at a non-finite window, or at too many in a row.
             VetoError: a hook rejected too many updates in a row.
             DataError: a microbatch held impossible labels.
+            HaltedElsewhere: a process could not read its rows of a microbatch; that one knows why.
             (All only with `check`; the state is as before the window named, and stays so.)
         """
         rows = np.array(carry.leaves[self._n])
@@ -218,6 +232,11 @@ class StepPrograms:
         row = int(halted[0])
         at = {name: int(column[row]) for name, column in found.ints.items()}
         update = at["step"] + 1
+        if at["halt"] == records.HALT_LOST:
+            raise HaltedElsewhere(
+                f"one of the processes could not read its rows of microbatch {at['batch']} (update {update}); nothing "
+                "of its window was applied on any of them"
+            )
         if at["halt"] == records.HALT_INVALID:
             raise DataError(
                 f"microbatch {at['batch'] - 1} has {at['invalid']} labels that no class has (update {update}); nothing "
@@ -245,7 +264,7 @@ class StepPrograms:
         """
         jitted = {"micro": self._micro, "apply": self._apply, "stacked": self._stacked, "resident": self._resident}
         trip = [] if kind in ("micro", "apply") else [jax.ShapeDtypeStruct((4,), jnp.int32)]
-        return jitted[kind].lower(list(self._like), *args, *trip)
+        return jitted[kind].lower(list(self._like), *self._at.inputs(kind, args), *trip)
 
     def _gradient_path(self, leaf: int) -> str:
         return leaf_paths(self._given[0])[leaf]
@@ -297,26 +316,27 @@ class StepPrograms:
 
     def _span_resident(self, leaves: list[Any], columns: Any, table: Any, trip: Any) -> Any:
         fetch = lambda row: batches.gather(columns, jax.lax.dynamic_index_in_dim(table, row, keepdims=False))  # noqa: E731
-        return self._windows(leaves, fetch, trip)
+        return self._windows(leaves, fetch, trip, getattr(self._body, "inner", self._body))
 
     def _span_stacked(self, leaves: list[Any], block: Any, trip: Any) -> Any:
         return self._windows(leaves, lambda row: batches.take(block, row), trip)
 
-    def _windows(self, leaves: list[Any], fetch: Fetch, trip: Any) -> Any:
+    def _windows(self, leaves: list[Any], fetch: Fetch, trip: Any, body: Any = None) -> Any:
         """Run windows; `trip` is (first row, windows, length of the first, length of the last)."""
+        body = body or self._body
         start, windows, first, last = trip[0], trip[1], trip[2], trip[3]
         carry = jax.tree.unflatten(self._treedef, leaves)
         one = once(carry[0].counters[state.RESERVED])
         if self.accumulate == 1:
-            return self._shut(run_rows(self._body.apply, fetch, start, carry, windows, one)[1])
+            return self._shut(run_rows(body.apply, fetch, start, carry, windows, one)[1])
 
         def window(number: Any, state: Any) -> Any:
             length = jnp.where(number == 0, first, jnp.where(number == windows - 1, last, self.accumulate))
-            if self._body.split:
-                row, carry = run_rows(self._body.micro, fetch, state[0], state[1], length - 1, one)
-                return run_rows(self._body.last, fetch, row, carry, one, one)
-            row, carry = run_rows(self._body.micro, fetch, state[0], state[1], length, one)
-            return row, self._body.commit(carry)
+            if body.split:
+                row, carry = run_rows(body.micro, fetch, state[0], state[1], length - 1, one)
+                return run_rows(body.last, fetch, row, carry, one, one)
+            row, carry = run_rows(body.micro, fetch, state[0], state[1], length, one)
+            return row, body.commit(carry)
 
         return self._shut(jax.lax.fori_loop(jnp.zeros_like(windows), windows, window, (start, carry))[1])
 
@@ -335,12 +355,14 @@ def _shaped(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
-def _unshared(leaves: list[jax.Array], given: list[Any]) -> list[jax.Array]:
+def _unshared(leaves: list[jax.Array], given: list[Any], at: Places) -> list[jax.Array]:
     """The leaves with every buffer that is held twice, or by the caller, copied: each can be given away alone."""
+    if at.spans:  # every process does the same, and addresses are its own
+        return at.own(leaves)
     held = {pointer for leaf in given if isinstance(leaf, jax.Array) for pointer in _pointers(leaf)}
     out = []
-    for leaf in leaves:
-        out.append(own([leaf])[0] if held.intersection(_pointers(leaf)) and leaf.size else leaf)
+    for number, leaf in enumerate(leaves):
+        out.append(at.own([leaf], [number])[0] if held.intersection(_pointers(leaf)) and leaf.size else leaf)
         held.update(_pointers(out[-1]))
     return out
 

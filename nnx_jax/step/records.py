@@ -15,16 +15,16 @@ from nnx_jax.step.state import COUNTERS
 CLOSED, COMMITTED, EMPTY, BAD, HALTED = 1, 2, 4, 8, 16
 """Flag bits of a row: it closed a window; that became an update; no valid target; not finite; after a halt."""
 
-HALT_NONFINITE, HALT_INVALID, HALT_CONSECUTIVE, HALT_HOOK = 1, 2, 3, 4
-"""Why the device stopped updating: a non-finite window, invalid labels, too many bad windows in a row; from the last
-on, a hook, whose index among the update hooks is added."""
+HALT_LOST, HALT_NONFINITE, HALT_INVALID, HALT_CONSECUTIVE, HALT_HOOK = -1, 1, 2, 3, 4
+"""Why the device stopped updating: rows that a process could not read, a non-finite window, invalid labels, too many
+bad windows in a row; from the last on, a hook, whose index among the update hooks is added."""
 
 _INTS = (*COUNTERS, "flags", "halt", "invalid", "bad_batch", "bad_term", "bad_leaf", "veto")
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Columns of a row. Integers and the bits of float32 values share one int32 array: one write, one transfer.
+    """Columns of a row. Integers and the bits of floats share one int32 array: one write, one transfer.
 
     Attributes:
         terms: names of the loss terms.
@@ -33,6 +33,7 @@ class RecordLayout:
         metrics: (name, size) of the metric sums.
         capacity: rows the ring holds between two reads.
         every: "batch" for a row a microbatch, "update" for a row a window.
+        dtype: of the floats, float32 or float64; one takes as many columns as it has words of 32 bits.
     """
 
     terms: tuple[str, ...]
@@ -41,6 +42,7 @@ class RecordLayout:
     metrics: tuple[tuple[str, int], ...]
     capacity: int
     every: str
+    dtype: Any = np.dtype(np.float32)
 
     @property
     def n_sums(self) -> int:
@@ -50,18 +52,18 @@ class RecordLayout:
     @property
     def width(self) -> int:
         """int32 columns of a row."""
-        return len(_INTS) + 2 + 2 * self.n_sums
+        return len(_INTS) + (2 + 2 * self.n_sums) * (self.dtype.itemsize // 4)
 
     def row(self, counters: Any, ints: Sequence[Any], rate: Any, norm: Any, own: Any, window: Any) -> jax.Array:
         """One row, int32 [width]; `ints` are the integer columns after the counters."""
-        floats = jnp.concatenate([jnp.stack([rate, norm]), own, window]).astype(jnp.float32)
-        bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
+        floats = jnp.concatenate([jnp.stack([rate, norm]), own, window]).astype(self.dtype)
+        bits = jax.lax.bitcast_convert_type(floats, jnp.int32).reshape(-1)  # of a float64 the lower word comes first
         return jnp.concatenate([counters, jnp.stack([jnp.asarray(i, jnp.int32) for i in ints]), bits])
 
     def read(self, rows: np.ndarray) -> Records:
         """Rows, oldest first, int32 [n, width], as columns."""
         ints = {name: rows[:, index].copy() for index, name in enumerate(_INTS)}
-        floats = np.ascontiguousarray(rows[:, len(_INTS) :]).view(np.float32)
+        floats = np.ascontiguousarray(rows[:, len(_INTS) :]).view(self.dtype)
         rate, norm, sums = floats[:, 0].copy(), floats[:, 1].copy(), floats[:, 2:]
         own, window = self._split(sums[:, : self.n_sums]), self._split(sums[:, self.n_sums :])
         return Records(self, ints, rate, norm, *own, *window)
@@ -79,16 +81,16 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class Records:
-    """Rows since the last read as numpy columns of length n, oldest first.
+    """Rows since the last read as numpy columns of length n, oldest first; floats are of the layout's dtype.
 
     Attributes:
         layout: names, weights and kinds of the columns.
         ints: int32 columns by name: the counters after the row, `flags`, `halt`, `invalid`, `bad_*`, and `veto`, the
             index of the update hook that vetoed first, -1 for none.
-        rate: float32, learning rate the window's update used; 0 on rows without an update.
-        grad_norm: float32, global norm before clipping; 0 on rows that closed no window.
-        num, den: float32 by term, of the row's microbatch (of the window when rows are written per update).
-        metrics: float32 [n, size] by metric, sums of the row's microbatch (or window).
+        rate: learning rate the window's update used; 0 on rows without an update.
+        grad_norm: global norm before clipping; 0 on rows that closed no window.
+        num, den: by term, of the row's microbatch (of the window when rows are written per update).
+        metrics: [n, size] by metric, sums of the row's microbatch (or window).
         window_num, window_den, window_metrics: the same sums over the window up to and including this row.
     """
 

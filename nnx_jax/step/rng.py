@@ -13,6 +13,8 @@ EVALUATION = 3
 """The key an evaluation forward pass gets; the same for every batch, so scoring twice gives the same numbers."""
 HOOKS = 4
 """What update hooks draw."""
+OWN_STEP = 5
+"""What a step of the user's own draws."""
 
 _IMPL = "threefry2x32"
 

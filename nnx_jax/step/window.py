@@ -8,20 +8,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_jax.core.errors import StepError
 from nnx_jax.objectives.terms import LossTerm, check_terms
+from nnx_jax.optim.clip import square_sums
 from nnx_jax.step.gates import Flag, pick
 
 
 class Sums(NamedTuple):
-    """What one microbatch, or the open window, adds up to.
+    """What one microbatch, or the open window, adds up to; all sums are in `Plan.dtype`.
 
     Attributes:
-        grads: one float32 tree of gradient sums for each group of `Plan.groups`.
-        num: float32 [terms], numerators.
-        den: float32 [terms], denominators (0 for additive terms).
-        metrics: float32 [sum of metric sizes].
+        grads: one tree of gradient sums for each group of `Plan.groups`.
+        num: [terms], numerators.
+        den: [terms], denominators (0 for additive terms).
+        metrics: [sum of metric sizes].
         fault: int32 [3], (microbatch, term, leaf) of the first non-finite value; -1 where there is none.
     """
 
@@ -33,7 +35,7 @@ class Sums(NamedTuple):
 
     @property
     def flat(self) -> jax.Array:
-        """Every loss and metric sum as one float32 vector, in the order of the record columns."""
+        """Every loss and metric sum as one vector, in the order of the record columns."""
         return jnp.concatenate([self.num, self.den, self.metrics])
 
 
@@ -52,6 +54,9 @@ class Plan:
         groups: indices of the terms of each buffer.
         fused: every microbatch is divided by its own denominators before the backward pass: where a window is one
             microbatch with several terms, or the window adds up the microbatches' means.
+        norm_divided: the norm is that of the divided gradient, bit for bit, as hooks see it; else it may be computed
+            from the sums and divided itself, which saves a pass.
+        dtype: what sums are kept in: float32, or float64 where parameters are.
     """
 
     terms: tuple[str, ...]
@@ -59,23 +64,39 @@ class Plan:
     additive: tuple[bool, ...]
     groups: tuple[tuple[int, ...], ...]
     fused: bool
+    norm_divided: bool = False
+    dtype: Any = np.dtype(np.float32)
+
+    @property
+    def zero(self) -> jax.Array:
+        """0 as a scalar of `dtype`."""
+        return jnp.asarray(0, self.dtype)
+
+    def wide(self, tree: Any) -> Any:
+        """Arrays in `dtype`."""
+        return jax.tree.map(lambda leaf: leaf.astype(self.dtype), tree)
+
+    def metrics(self, found: Sequence[Any]) -> jax.Array:
+        """Metric sums one after the other, in `dtype`."""
+        sums = [jnp.asarray(each, self.dtype).reshape(-1) for each in found]
+        return jnp.concatenate([jnp.zeros(0, self.dtype), *sums])
 
     def scalars(self, num: jax.Array, den: jax.Array) -> jax.Array:
-        """The values to differentiate, float32 [groups]."""
+        """The values to differentiate, [groups]."""
         if self.fused:
             return jnp.sum(num * self.factors(den))[None]
         return jnp.stack(
             [
                 num[group[0]]
                 if len(group) == 1 and not self.additive[group[0]]
-                else sum((self.weights[i] * num[i] for i in group), start=jnp.float32(0.0))
+                else sum((self.weights[i] * num[i] for i in group), start=self.zero)
                 for group in self.groups
             ]
         )
 
     def factors(self, den: jax.Array) -> jax.Array:
-        """weight / denominator of each term, float32 [terms]; the weight alone if additive, 0 if nothing was valid."""
-        weights = jnp.asarray(self.weights, jnp.float32)
+        """weight / denominator of each term, [terms]; the weight alone if additive, 0 if nothing was valid."""
+        weights = jnp.asarray(self.weights, self.dtype)
         additive = jnp.asarray(self.additive)
         valid = den > 0
         return jnp.where(additive, weights, jnp.where(valid, weights / jnp.where(valid, den, 1.0), 0.0))
@@ -84,9 +105,9 @@ class Plan:
         """Look at the window's gradient.
 
         Returns:
-            Sums of squares that show where it is not finite (float32 [leaves]), and its global norm.
+            Sums of squares that show where it is not finite ([leaves]), and its global norm.
         """
-        if len(self.groups) > 1:
+        if len(self.groups) > 1 or self.norm_divided:
             squares = square_sums(self.combine(grads, den))
             return squares, jnp.sqrt(jnp.sum(squares))
         # One pass over the undivided sums: what a window without valid targets left behind is looked at, too.
@@ -113,24 +134,27 @@ class Plan:
         return jnp.bool_(False) if any(self.additive) else jnp.all(den <= 0)
 
 
-def plan_terms(terms: Sequence[LossTerm], accumulate: int, *, means: bool = False) -> Plan:
+def plan_terms(terms: Sequence[LossTerm], accumulate: int, *, means: bool = False, dtype: Any = np.float32) -> Plan:
     """Plan of the terms a loss returned while being traced; with `means`, a window adds up its microbatches' means."""
     terms = check_terms(terms)
     additive = tuple(term.denominator is None for term in terms)
+    if all(term.weight == 0 for term in terms):
+        raise StepError(f"every loss term has weight 0 ({', '.join(t.name for t in terms)}); give one of them a weight")
     fused = len(terms) > 1 if accumulate == 1 else means
     if fused:
         groups: list[tuple[int, ...]] = [tuple(range(len(terms)))]
     else:
-        groups = [(i,) for i, free in enumerate(additive) if not free]
-        shared = tuple(i for i, free in enumerate(additive) if free)
+        groups = [(i,) for i, free in enumerate(additive) if not free and terms[i].weight != 0]
+        shared = tuple(i for i, free in enumerate(additive) if free and terms[i].weight != 0)
         groups += [shared] if shared else []
     return Plan(
-        tuple(term.name for term in terms), tuple(float(term.weight) for term in terms), additive, tuple(groups), fused
-    )
+        tuple(term.name for term in terms), tuple(float(term.weight) for term in terms), additive, tuple(groups), fused,
+        dtype=np.dtype(dtype),
+    )  # fmt: skip
 
 
 def stack_terms(terms: Sequence[LossTerm], plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Numerators and denominators, float32 [terms] each.
+    """Numerators and denominators, [terms] each.
 
     Raises:
         StepError: the loss returned other terms than when the step was built.
@@ -139,9 +163,16 @@ def stack_terms(terms: Sequence[LossTerm], plan: Plan) -> tuple[jax.Array, jax.A
     found = tuple((term.name, float(term.weight), term.denominator is None) for term in terms)
     if found != tuple(zip(plan.terms, plan.weights, plan.additive, strict=True)):
         raise StepError(f"the loss returned terms {[t.layout for t in terms]}, but the step was built for {plan.terms}")
-    num = jnp.stack([jnp.asarray(term.scaled, jnp.float32) for term in terms])
-    den = jnp.stack([jnp.asarray(0 if t.denominator is None else t.denominator, jnp.float32) for t in terms])
+    # A term of weight 0 is recorded; nothing is differentiated for it, so its gradient cannot be 0 times infinity.
+    sums = [jax.lax.stop_gradient(term.scaled) if term.weight == 0 else term.scaled for term in terms]
+    num = jnp.stack([jnp.asarray(value, plan.dtype) for value in sums])
+    den = jnp.stack([jnp.asarray(0 if t.denominator is None else t.denominator, plan.dtype) for t in terms])
     return num, jax.lax.stop_gradient(den)
+
+
+def forward_at(forward: Forward, counters: Any) -> Forward:
+    """The forward pass as it is at these counters: the same function, unless it looks at them."""
+    return forward.at(counters) if hasattr(forward, "at") else forward  # type: ignore[attr-defined]
 
 
 def terms_at(terms: Terms, step: Any, epoch: Any) -> Terms:
@@ -149,34 +180,10 @@ def terms_at(terms: Terms, step: Any, epoch: Any) -> Terms:
     return terms.at(step, epoch) if hasattr(terms, "at") else terms  # type: ignore[attr-defined]
 
 
-def square_sums(tree: Any) -> jax.Array:
-    """Sum of squares of every leaf, float32 [leaves].
-
-    A finite sum of squares proves every element finite, so one pass serves the norm and the check. (An element beyond
-    1e19, whose square overflows, counts as non-finite: Adam's second moment could not hold it either.)
-    """
-    return jnp.stack([_square_sum(leaf) for leaf in jax.tree.leaves(tree)])
-
-
-def _square_sum(leaf: jax.Array) -> jax.Array:
-    # 128 running sums side by side: XLA's CPU code adds a plain float sum one element after the other, 2.4x slower.
-    square = jnp.square(leaf)
-    if leaf.ndim > 1 and leaf.size % 128 == 0:
-        square = jnp.sum(square.reshape(-1, 128), axis=0)
-    return jnp.sum(square)
-
-
 def first_bad(values: jax.Array) -> jax.Array:
     """Index of the first non-finite element, int32; -1 when all are finite."""
     bad = ~jnp.isfinite(values)
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-
-
-def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array | None:
-    """Factor that brings a gradient of global norm `norm` down to `limit`, or None for no clipping."""
-    if limit is None or limit == float("inf"):
-        return None
-    return jnp.where(norm > limit, limit / norm, 1.0).astype(jnp.float32)
 
 
 def only_if(keep: Flag, new: Callable[[], Any], old: Any) -> Any:

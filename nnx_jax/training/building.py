@@ -139,12 +139,21 @@ def asked(manager: Any, name: str) -> Any:
     return found() if callable(found) else found
 
 
-def check_devices(devices: Any) -> None:
-    """A strategy trains on the default device; raise ConfigError for any other."""
+def check_devices(devices: Any, hooks: Iterable[Any]) -> None:
+    """A strategy trains on the default device, with a DDPHook on several; raise ConfigError for anything else."""
     if devices is None:
         return
-    if len(devices) != 1:
-        raise ConfigError(f"{len(devices)} devices given; a strategy trains on one")
+    splits = any(hasattr(hook, "devices_for") for hook in hooks)
+    if len(devices) != 1 and not (splits and len(devices)):
+        raise ConfigError(
+            f"{len(devices)} devices given; a strategy trains on one, and with DDPHook() among its hooks on several"
+        )
+    local = jax.local_devices()
+    if len(devices) > 1:
+        strange = [device for device in devices if device not in local]
+        if strange or len(set(devices)) < len(devices):
+            raise ConfigError(f"devices has {strange or list(devices)}; give jax.local_devices(), or some, each once")
+        return
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
@@ -155,15 +164,23 @@ def check_devices(devices: Any) -> None:
         )
 
 
+def world_size(strategy: Any, hooks: Iterable[Any]) -> int:
+    """What an update counts for in `global_step_count`: the manager's processes; without one, a DDPHook's devices."""
+    manager = strategy.distributed_manager
+    if manager is not None:
+        return int(asked(manager, "world_size"))
+    return max((len(hook.devices_for(strategy)) for hook in hooks if hasattr(hook, "devices_for")), default=1)
+
+
 def workers(world: int, step: int, everywhere: int | None) -> int:
-    """The number of processes, each of which makes every update.
+    """The number of processes or devices, each of which makes every update.
 
     Raises:
         ConfigError: the updates made by all of them together are not that many times those made here.
     """
     if everywhere is not None and everywhere != step * world:
         raise ConfigError(
-            f"global_step_count is {everywhere}, but step_count={step} with {world} processes make {step * world}; "
+            f"global_step_count is {everywhere}, but step_count={step} with {world} workers make {step * world}; "
             "leave global_step_count out, or give both"
         )
     return world

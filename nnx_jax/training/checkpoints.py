@@ -142,7 +142,7 @@ def open_store(strategy: Any, directory: Path) -> RunStore:
     """Open a run directory for writing."""
     directory = directory.expanduser().absolute()
     state = {"strategy": {name: value for name, value in recipe(strategy).items() if name not in _OF_ENGINE}}
-    columns = history_columns((), validates=False)
+    columns = history_columns(())
     return RunStore.open(directory.parent, directory.name, state, columns, keep=1)
 
 

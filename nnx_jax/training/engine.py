@@ -14,10 +14,9 @@ from flax import nnx
 
 from nnx_jax.core.errors import ModelError
 from nnx_jax.engines.flax import FlaxEngine
-from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
+from nnx_jax.loop.engine import Evaluation, Poll, Snapshot, Span
 from nnx_jax.optim.build import describe
 from nnx_jax.params.run import RunSpec
-from nnx_jax.step import records as step_records
 from nnx_jax.step import state as step_state
 from nnx_jax.step.plan import HookPlan
 from nnx_jax.step.programs import Carry
@@ -81,7 +80,7 @@ class StrategyEngine(FlaxEngine):
             self.programs.start_epoch(state, span.epoch)
         if self.programs.room(state) < self._rows(1):
             self._early.append(self.programs.read_records(state, check=False))
-        self.programs.step(state, self.feed.current, closes=span.closes)
+        self.programs.step(state, self.place.batch(self.feed.current), closes=span.closes)
         poll(1)
         return state, 1
 
@@ -90,10 +89,6 @@ class StrategyEngine(FlaxEngine):
         if isinstance(self.feed, Pushed):
             return {name: _read_only(column) for name, column in self.feed.current.items()}
         return super().batch(epoch, place)
-
-    def _records(self, rows: step_records.Records) -> Records:
-        found = super()._records(rows)
-        return dataclasses.replace(found, batch=found.batch.astype(np.int64))
 
     # -- building ----------------------------------------------------------------------------------------------
 
@@ -125,7 +120,7 @@ class StrategyEngine(FlaxEngine):
         counters[[step_state.BATCH, step_state.STEP, step_state.EPOCH]] = batch, step, epoch
         counters[step_state.EPOCH_BATCH] = epoch_batch
         self.programs.put(carry, dataclasses.replace(self.programs.state(carry), counters=jnp.asarray(counters)))
-        carry.batch, self._counters = batch, counters
+        carry.batch, self.rows.counters = batch, counters
         return carry
 
     def take_over(self, old: Mapping[str, Any]) -> Carry:

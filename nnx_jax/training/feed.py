@@ -72,7 +72,7 @@ class Pushed:
     n_batches = ENDLESS
 
     def __init__(self, first: Any, *, pad: bool) -> None:
-        self._read = LoaderFeed([first], pad=pad)
+        self._read, self.pad = LoaderFeed([first], pad=pad), pad
         self._signature = self._read.signature()
         self.current: dict[str, Any] = {}
 

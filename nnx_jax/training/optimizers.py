@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.optim.build import Optimizer, OptState, make_optimizer, optimizer_names
 from nnx_jax.optim.epochs import PlateauSchedule
+from nnx_jax.optim.named import NamedOptimizers, set_rates
 from nnx_jax.optim.schedules import SCHEDULES, make_schedule
 from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.optim import OPTAX_NAMES, NNOptimParams
@@ -205,43 +206,9 @@ class OptimizerConfig:
         return made
 
 
-class NamedOptimizers:
-    """One optimizer made of several, each over the parameters of its own model (paths that begin with its name).
-
-    Its state holds every model's own under `inner`; its `count` is the committed updates and its `rate` the first's.
-    """
-
-    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
-        self.parts = dict(parts)
-
-    def init(self, params: Mapping[str, Any]) -> OptState:
-        """First state."""
-        inner = {name: part.init(of_model(params, name)) for name, part in self.parts.items()}
-        return OptState(jnp.zeros((), jnp.int32), self._rate(inner), inner)
-
-    def update(self, grads: Mapping[str, Any], opt_state: OptState, params: Mapping[str, Any]) -> tuple[Any, OptState]:
-        """Every model's parameters moved by its own optimizer."""
-        new, inner = dict(params), {}
-        for name, part in self.parts.items():
-            moved, inner[name] = part.update(of_model(grads, name), opt_state.inner[name], of_model(params, name))
-            new.update(moved)
-        return {path: new[path] for path in params}, OptState(opt_state.count + 1, self._rate(inner), inner)
-
-    def _rate(self, inner: Mapping[str, OptState]) -> jax.Array:
-        return jnp.copy(next(iter(inner.values())).rate)
-
-
 def of_model(named: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The entries of one model, under their full paths."""
     return {path: value for path, value in named.items() if path.startswith(f"{model}.")}
-
-
-def set_rates(opt_state: OptState, rates: Mapping[str, float]) -> OptState:
-    """The same state with other rates for the named models; shapes stay, so nothing is compiled again."""
-    inner = dict(opt_state.inner)
-    for name, rate in rates.items():
-        inner[name] = inner[name]._replace(rate=jnp.asarray(rate, jnp.float32))
-    return opt_state._replace(inner=inner, rate=jnp.copy(next(iter(inner.values())).rate))
 
 
 def as_configs(given: Any, models: Sequence[str]) -> dict[str, OptimizerConfig]:
@@ -288,13 +255,14 @@ def setup_optimizers(
         ConfigError: a model whose parameters are all frozen, or a setting that does not fit its parameters.
     """
     parts: dict[str, Optimizer] = {}
+    owned: dict[str, tuple[str, ...]] = {}
     for name, config in configs.items():
         own = of_model(params, name)
         if not own:
             raise ConfigError(f"model {name!r} has an optimizer but no parameter to train; drop its config")
-        parts[name] = config.build(own, horizon)
+        parts[name], owned[name] = config.build(own, horizon), tuple(own)
     plateaus = {name: made for name, config in configs.items() if (made := config.plateau()) is not None}
-    return NamedOptimizers(parts), plateaus
+    return NamedOptimizers(parts, owned), plateaus
 
 
 def zero_gradients(grads: Any) -> Any:

@@ -50,8 +50,8 @@ class TrainingStrategy:
         loss_fn: a loss's name or parameters, a composition, or a function `(predictions, batch)` that returns a scalar
             or LossTerm objects.
         loss_target_assembler: `batch -> columns` added to the batch before the loss sees it.
-        devices: the one device to train on, which is JAX's default device.
-        distributed_manager: counts processes in `global_step_count`.
+        devices: the one device to train on, which is JAX's default device; with a DDPHook those it splits batches over.
+        distributed_manager: counts processes in `global_step_count`; without one a DDPHook's devices count.
         validation_config: what to validate on, and when.
         step_count, global_step_count, batch_count, epoch_count, epoch_step_count: where an earlier training ended;
             `epoch` is another name of `epoch_count`; `global_step_count` is `step_count` times the processes.
@@ -96,7 +96,8 @@ class TrainingStrategy:
             raise ConfigError(f"epoch_step_modifier is {epoch_step_modifier!r}; give a number above 0")
         if num_steps is not None and epoch_step_modifier != 1.0:
             raise ConfigError("epoch_step_modifier is for num_epochs; with num_steps, give the number of steps itself")
-        building.check_devices(devices)
+        hooks = building.checked(hooks)
+        building.check_devices(devices, hooks)
         self.epoch_step_modifier, self.devices = float(epoch_step_modifier), devices
         self.models, self.single_model, self.sources = checkpoints.build_models(models, seed)
         self.configs = as_configs(optimizer_configs, list(self.models))
@@ -114,8 +115,7 @@ class TrainingStrategy:
         self.inference_models: dict[str, nnx.Module] = {}
         epoch_count = epoch_count if epoch is None else epoch
         self._counts = {"step": step_count, "batch": batch_count, "epoch": epoch_count, "epoch_batch": epoch_step_count}
-        world = 1 if distributed_manager is None else building.asked(distributed_manager, "world_size")
-        self.world = building.workers(int(world), step_count, global_step_count)
+        self.world = building.workers(building.world_size(self, hooks), step_count, global_step_count)
         self.training_began = False
         self._engine: StrategyEngine | None = None
         self._session: StrategySession | None = None
@@ -126,7 +126,7 @@ class TrainingStrategy:
         self._store: Any = None
         self.own_stores: set[Path] = set()
         """The directories that this strategy has written to, or was loaded from."""
-        self.registry = HookRegistry(building.checked(hooks), owner=self)
+        self.registry = HookRegistry(hooks, owner=self)
         self.events = self._new_events()
         self._passes = Passes(self)
 
@@ -381,6 +381,7 @@ class TrainingStrategy:
             enable_compile_cache()
             self._set_up = True
             try:
+                self.world = self.events.world = building.world_size(self, self.registry)
                 self.events.setup(self.models)
             except BaseException:
                 self._set_up = False

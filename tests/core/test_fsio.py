@@ -299,6 +299,35 @@ def test_a_real_size_limit_keeps_the_old_bytes(tmp_path: Path, limit: int) -> No
 # Append, truncate ------------------------------------------------------------------------------------------------
 
 
+def test_parts_make_one_file(tmp_path: Path) -> None:
+    """Parts are taken one by one; one that fails leaves the old bytes and no temporary."""
+    file = tmp_path / "f"
+    fsio.atomic_write(file, (b"ab" * count for count in range(4)))
+    assert file.read_bytes() == b"ab" * 6
+    with pytest.raises(ZeroDivisionError):
+        fsio.atomic_write(file, (bytes(1 // count) for count in (1, 0)))
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("f", b"ab" * 6)]
+
+
+def test_a_new_file_is_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Immutable files: the second writer of a name fails, and a failed first one leaves no half file."""
+    file = tmp_path / "chunk"
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio.os, "write", fail_with(errno.ENOSPC))
+        with pytest.raises(OSError, match="No space left.*chunk"):
+            fsio.create_file(file, b"first")
+    assert not file.exists()
+    fsio.create_file(file, b"first")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for path in (file, tmp_path / "link"):
+        if path != file:
+            path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(FileExistsError):
+            fsio.create_file(path, b"second")
+    assert file.read_bytes() == b"first"
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_append_returns_the_new_size(tmp_path: Path) -> None:
     file = tmp_path / "h"
     assert fsio.append_bytes(file, b"abc") == 3
@@ -347,6 +376,7 @@ def test_truncate_only_shortens(tmp_path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "read_bytes": fsio.read_bytes,
     "digest_file": fsio.digest_file,
+    "sync_file": fsio.sync_file,
     "append_bytes": lambda path: fsio.append_bytes(path, b"x"),
     "truncate": lambda path: fsio.truncate(path, 0),
 }

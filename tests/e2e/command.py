@@ -183,11 +183,11 @@ class Process:
 
 
 class Ready:
-    """Starts commands in processes that need not import anything any more; see `ready.py`."""
+    """Starts commands in processes that need not import anything any more, `modules` neither; see `ready.py`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *modules: str) -> None:
         self.folder, self.count = folder, 0
-        command = [sys.executable, str(Path(__file__).with_name("ready.py"))]
+        command = [sys.executable, str(Path(__file__).with_name("ready.py")), *modules]
         self._errors = open(folder / "server.err", "w")  # noqa: SIM115
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment()

@@ -1,11 +1,13 @@
 """Keeps the imports of the command ready: each request forks a process that runs `python -m nnx_jax.train`.
 
 Only imports are shared. The parent starts no JAX backend and no thread, so a fork is as good as a fresh start, without
-its seconds. Requests are JSON lines on standard input; the pid comes back; the exit code goes to a file.
+its seconds. Arguments are more modules to import. Requests are JSON lines on standard input; the pid comes back; the
+exit code goes to a file.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -61,6 +63,9 @@ def serve() -> dict[str, Any] | None:
             done.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)))
             done.with_suffix(".new").rename(done)
 
+
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 
 if __name__ == "__main__" and (mine := serve()) is not None:
     become(mine)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from nnx_jax.core.errors import ComponentRestoreError, ConfigError
-from nnx_jax.loop.callbacks import Callback, EarlyStopping, TrainContext
+from nnx_jax.loop.builtin import EarlyStopping
+from nnx_jax.loop.callbacks import Callback, TrainContext
 from nnx_jax.loop.monitors import MonitorUnavailableError
 from nnx_jax.model import NNModel
 from nnx_jax.optim.epochs import PlateauSchedule

@@ -15,7 +15,7 @@ from flax import nnx
 
 from nnx_jax.data import ArrayDataset, Feed, TrainingDataset
 from nnx_jax.data.dataset import ColumnInfo
-from nnx_jax.loop.callbacks import EarlyStopping
+from nnx_jax.loop.builtin import EarlyStopping
 from nnx_jax.loop.signals import Interrupted
 from nnx_jax.params.metrics import AccuracyParams
 from nnx_jax.params.train import MonitorSpec

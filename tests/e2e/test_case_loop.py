@@ -61,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FlaxEngine]:
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr("nnx_jax.fit.FlaxEngine", Noted)
+    monkeypatch.setattr("nnx_jax.fit.job.FlaxEngine", Noted)
     return made
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nnx_jax.core.errors import ConfigError, NonFiniteError
-from nnx_jax.loop.callbacks import EarlyStopping
+from nnx_jax.loop.builtin import EarlyStopping
 from nnx_jax.params.optim import NNOptimParams
 from nnx_jax.params.scheduler import NNSchedulerParams
 from nnx_jax.params.train import MonitorSpec

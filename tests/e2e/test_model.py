@@ -16,6 +16,7 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss
 from nnx_jax.core.errors import ConfigError, DataError, ModelError, ResumePointError
 from nnx_jax.data import ArrayDataset, Feed
 from nnx_jax.engines.inference import PredictionValidationError, ProbabilitySpec
+from nnx_jax.loop.builtin import EarlyStopping
 from nnx_jax.model import NNModel
 from nnx_jax.params.model import NNModelParams
 from nnx_jax.params.train import MonitorSpec
@@ -59,7 +60,9 @@ def test_prediction_does_not_touch_modes_even_when_it_fails() -> None:
     net.net.train()
     flags = [part.deterministic for _, part in nnx.iter_modules(net.net) if isinstance(part, nnx.Dropout)]
     first = net.predict(ROWS["x"])
-    np.testing.assert_array_equal(first.logits, net.predict(ROWS["x"]).logits)
+    logits, classes = net.predict(ROWS["x"])
+    np.testing.assert_array_equal(first.logits, logits)
+    np.testing.assert_array_equal(first.classes, classes)
     with pytest.raises(ModelError, match="built for 4 inputs a row, the batch has 5"):
         net.predict(np.zeros((2, 5), np.float32))
     assert flags
@@ -308,3 +311,12 @@ def test_prediction_uses_the_precision_of_the_training(tmp_path: Path) -> None:
     run = fit(tmp_path, of=net, n_epochs=1, precision="bfloat16")
     assert net.params.precision == "bfloat16"
     assert NNModel.from_checkpoint(run.id, runs_dir=tmp_path).params.precision == "bfloat16"
+
+
+def test_one_callback_may_stand_alone(tmp_path: Path) -> None:
+    """As an object or as a function of the rows: what a list of it does."""
+    seen: list[int] = []
+    stopper = EarlyStopping(MonitorSpec(split="train", min_delta=1e9), patience=1)
+    assert fit(tmp_path, n_epochs=5, callbacks=stopper).epochs[-1]["epoch"] < 4
+    fit(tmp_path, n_epochs=2, salt="f", callbacks=lambda rows: seen.append(len(rows)))
+    assert len(seen) == 2

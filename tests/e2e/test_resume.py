@@ -16,7 +16,8 @@ from nnx_jax.core.errors import (
     RunExistsError,
 )
 from nnx_jax.data import ArrayDataset
-from nnx_jax.loop.callbacks import Callback, EarlyStopping, LRMonitor, ModelCheckpoint, TrainContext
+from nnx_jax.loop.builtin import EarlyStopping, LRMonitor, ModelCheckpoint
+from nnx_jax.loop.callbacks import Callback, TrainContext
 from nnx_jax.model import NNModel
 from nnx_jax.params.train import CheckpointParams, MonitorSpec
 from nnx_jax.runs.run import NNRun
@@ -393,6 +394,6 @@ def test_what_the_engine_would_ignore_is_refused(tmp_path: Path) -> None:
 
     from .helpers import net_params, train_params
 
-    spec = RunSpec(model={"net": net_params()}, data=data_params(), train=train_params(), mesh={"data": 2})
-    with pytest.raises(ConfigError, match="mesh: got .* one device"):
+    spec = RunSpec(model={"net": net_params()}, data=data_params(), train=train_params(), mesh={"data": 64})
+    with pytest.raises(ConfigError, match="mesh: got .* but there are 4 devices"):
         prepare(NNModel(params=spec.model), spec)

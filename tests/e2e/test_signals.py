@@ -221,9 +221,9 @@ def test_between_training_and_the_end(here: Here, strike: Strike, quiet_run: Pat
 @pytest.mark.parametrize("number", CODES)
 def test_before_training_leaves_nothing(here: Here, strike: Strike, number: int) -> None:
     """case:I11: a signal while the data and the network are made ready: the exit code says so, no run is left."""
-    from nnx_jax import fit
+    from nnx_jax.fit import job
 
-    strike(fit, "make_feeds", number)
+    strike(job, "make_feeds", number)
     done = here("--json")
     assert done.code == CODES[signal.Signals(number)]
     assert done.result["status"] == "interrupted"

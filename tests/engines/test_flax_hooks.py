@@ -196,8 +196,8 @@ def test_schedules_know_how_many_updates_there_will_be(partial: Any, planned: in
     """Two epochs of six microbatches, K = 4: the cosine ends with the last update."""
     hook = GradientAccumulationHook(4, on_partial=partial)
     job = prepare(*made(*[1.0] * 6, hooks=[hook], kind="cosine"))
-    assert job.schedule is not None
-    rates = [float(job.schedule(jnp.int32(count))) for count in (planned - 1, planned, planned + 5)]
+    assert job.schedules.updates["main"] is not None
+    rates = [float(job.schedules.updates["main"](jnp.int32(count))) for count in (planned - 1, planned, planned + 5)]
     assert rates[0] > rates[1]
     assert rates[1] == pytest.approx(rates[2])
 

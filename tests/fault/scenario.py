@@ -20,11 +20,13 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  imported before the fork: it takes seconds
 
 from nnx_jax.core import fsio
-from nnx_jax.runs.commit import CommitPoint
-from nnx_jax.runs.history import read_history
+from nnx_jax.params.history import HistoryJournal
+from nnx_jax.runs.arrays import ArrayWriter
+from nnx_jax.runs.commit import CommitPoint, MakeWriter
 from nnx_jax.runs.layout import RunPaths
 from nnx_jax.runs.pointers import Pointer, read_pointer
 from nnx_jax.runs.resume import read_point
+from nnx_jax.runs.run import NNRun
 from nnx_jax.runs.store import RunStore
 from tools.fault.ops import Fault, Shim
 
@@ -32,6 +34,10 @@ RUN = "0123456789abcdef"
 COLUMNS = ("epoch", "step", "loss")
 ROWS_PER_EPOCH = 3
 SPEC = {"train": {"n_epochs": 8}}
+JOURNAL: HistoryJournal | None = None
+"""How the history is kept; set by `journal_scenario.py`."""
+MAKE_WRITER: MakeWriter = ArrayWriter
+"""How arrays are stored; set by `tensors_scenario.py`."""
 
 
 def expected_arrays(epoch: int) -> dict[str, np.ndarray]:
@@ -72,7 +78,7 @@ def commit_epoch(store: RunStore, epoch: int, *, on_device: bool = False) -> Non
 
 
 def open_store(root: Path) -> RunStore:
-    return RunStore.open(root, RUN, SPEC, COLUMNS, keep=1)
+    return RunStore.open(root, RUN, SPEC, COLUMNS, keep=1, journal=JOURNAL, make_writer=MAKE_WRITER)
 
 
 def prepare(root: Path, epochs: int) -> None:
@@ -201,7 +207,7 @@ def _judge(paths: RunPaths, last: Pointer | None, epoch: int, committed: int | N
             return f"I1: {name} of epoch {found} is {loaded[name]}"
     if point.host["position"]["epoch"] != found + 1:
         return f"I1: host state of epoch {found} is {point.host}"
-    rows = read_history(paths.history, last.history)[1]
+    rows = list(NNRun.load(RUN, paths.root).rows())
     if rows != expected_rows(found + 1):
         return f"I3: history up to epoch {found} is {rows}"
     return None

@@ -6,6 +6,7 @@ The fast forms sample the operations; the exhaustive forms are marked slow. Oper
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import itertools
@@ -54,21 +55,30 @@ ROLES = {
     "best run": r"\.?best(\.\*)?",
     "run directory": r"[^/]+|\.",
 }
+JOURNAL_ROLES = {
+    "chunk": r"[^/]+/history/chunk-.*",
+    "lists": r"[^/]+/history/(index|epochs)\.jsonl",
+    "journal's manifest": r"[^/]+/history/\.?journal\.json(\.\*)?",
+    "journal's directory": r"[^/]+/history",
+}
+"""Of a run with a journal, in place of "history"; tried in `test_crash_journal.py`."""
+TENSOR_ROLES = {"tensors": r".*/generations/[^/]+/\.?state\.safetensors(\.\*)?"}
+"""Of a run whose generations are safetensors, in place of Orbax's; tried in `test_crash_tensors.py`."""
 OWN = ("LAST", "history", "manifest", "checkpoints directory")
 """The roles whose every operation is tried, also in the fast form: our own writes that decide what a run is."""
 
 
 def role(op: Op) -> str:
     """Name what an operation touches."""
-    for name, pattern in ROLES.items():
+    for name, pattern in (JOURNAL_ROLES | TENSOR_ROLES | ROLES).items():
         if re.fullmatch(pattern, op.template):
             return name
     raise AssertionError(f"no role for {op}")
 
 
-def load_scenario() -> Any:
-    """Import the scenario file under its own name (the tests are not a package)."""
-    spec = importlib.util.spec_from_file_location("fault_scenario", Path(__file__).with_name("scenario.py"))
+def load_scenario(name: str = "scenario.py") -> Any:
+    """Import a scenario file under a name of its own (the tests are not a package)."""
+    spec = importlib.util.spec_from_file_location(f"fault_{name.removesuffix('.py')}", Path(__file__).with_name(name))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -80,11 +90,12 @@ def load_scenario() -> Any:
 class Bench:
     """Prepared runs, a fault server, and the operations of an undisturbed commit from each prepared run.
 
-    `clean` has three epochs committed; `interrupted` is the same after two kills (in Orbax, and before LAST moved), so
-    that its next start also has to cut history, sweep, and prune; `new` is no run at all.
+    `clean` has three epochs committed; `interrupted` is the same after two kills (before the arrays, `state`, have
+    their name, and before LAST moved), so that its next start also has to cut history, sweep, and prune; `new` is no
+    run at all.
     """
 
-    def __init__(self, folder: Path, driver: Driver, scenario: Any) -> None:
+    def __init__(self, folder: Path, driver: Driver, scenario: Any, state: str) -> None:
         self.folder, self.driver, self.scenario = folder, driver, scenario
         self.count = itertools.count()
         self.bases: dict[str, tuple[Path | None, int]] = {"new": (None, 0)}
@@ -92,7 +103,7 @@ class Bench:
         assert done.status == 0, done.output
         assert not done.raised, done.trace
         self.bases["clean"] = folder / "clean", EPOCH
-        first = self.killed(folder / "clean", "*/state")
+        first = self.killed(folder / "clean", f"*/{state}")
         self.bases["interrupted"] = self.killed(first, "*/LAST"), EPOCH
         self.ops = {name: self.record(name)[1] for name in self.bases}
 
@@ -134,14 +145,20 @@ class Bench:
             log.unlink()
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+@contextlib.contextmanager
+def open_bench(scenario: str, state: str = "state") -> Iterator[Bench]:
     memory = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(prefix="crash-", dir=memory if memory.is_dir() else None) as folder,
-        Driver(f"{Path(__file__).with_name('scenario.py')}:serve") as driver,
+        Driver(f"{Path(__file__).with_name(scenario)}:serve") as driver,
     ):
-        yield Bench(Path(folder), driver, load_scenario())
+        yield Bench(Path(folder), driver, load_scenario(scenario), state)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with open_bench("scenario.py") as opened:
+        yield opened
 
 
 def firsts(ops: Sequence[Op]) -> list[int]:
@@ -243,7 +260,7 @@ def torn(bench: Bench, name: str, part: float, numbers: Sequence[int]) -> None:
         if problem is not None or (not outcome.killed and outcome.value["raised"]):
             broken.append(f"{fault} {hit}: {problem} {outcome}")
     assert not broken, "\n".join(broken)
-    report(f"torn at {part}, {name} run", [op for op in bench.ops[name] if op.op == "write"], hits)
+    report(f"torn at {part}, {name} run", [bench.ops[name][number] for number in writes], hits)
 
 
 SILENT = {("unlink", "array metadata")}
@@ -282,7 +299,7 @@ def refuse(bench: Bench, name: str, mode: str, error: int, numbers: Sequence[int
             broken.append(f"{fault}: not committed when tried again: {value['retried']}; first: {value['message']}")
     assert set(silent) <= SILENT, silent
     assert not broken, "\n".join(broken)
-    report(f"errno {error} {mode}, {name} run", ops, hits)
+    report(f"errno {error} {mode}, {name} run", [ops[number] for number in numbers], hits)
 
 
 @pytest.mark.parametrize("size", [0, 30, 200, 300, 1000])

@@ -93,12 +93,20 @@ def test_without_a_run() -> None:
 
 def test_only_the_first_process_asks() -> None:
     """nvalchemi:117"""
-    owner, hook, every = Owner(), CheckpointHook(step_interval=1), CheckpointHook(step_interval=1, rank_zero_only=False)
+    given = {"step_interval": 1, "checkpoint_dir": "somewhere"}
+    owner, hook, every = Owner(), CheckpointHook(**given), CheckpointHook(**given, rank_zero_only=False)
     hook(owner.context(1, rank=1), Stage.AFTER_BATCH)
     assert owner.requests == []
     assert hook.last_checkpoint_index is None
     every(owner.context(1, rank=1), Stage.AFTER_BATCH)
     assert owner.tags == ["step_1"]
+
+
+def test_every_process_asks_for_a_checkpoint_of_its_run() -> None:
+    """One of them writes the run, whichever it is; what the hook remembers is the same on all."""
+    owner, hook = Owner(), CheckpointHook(step_interval=1)
+    hook(owner.context(1, rank=1), Stage.AFTER_BATCH)
+    assert (owner.tags, hook.checkpoints) == (["step_1"], ("step_1",))
 
 
 @pytest.mark.parametrize("given", [True, False])

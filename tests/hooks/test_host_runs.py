@@ -321,7 +321,8 @@ def test_one_process_under_ddp_is_the_plain_run(tmp_path: Path, first: bool) -> 
     """nvalchemi:126 and nvalchemi:130: bit for bit, with MixedPrecisionHook before or after it."""
     mixed = MixedPrecisionHook("bfloat16")
     plain = fit(tmp_path / "a", [mixed], max_steps=4)
-    hooks = [DDPHook(find_unused_parameters=False), mixed] if first else [mixed, DDPHook()]
+    alone = DDPHook(find_unused_parameters=False, devices=1)
+    hooks = [alone, mixed] if first else [mixed, alone]
     ddp = fit(tmp_path / "b", hooks, max_steps=4)
     assert ddp.id == plain.id
     assert same(arrays(ddp), arrays(plain))

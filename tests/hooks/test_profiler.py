@@ -118,5 +118,7 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any]) -> None:
 
 
 def test_the_torch_profiler_says_what_to_use() -> None:
+    hook = TorchProfilerHook(output_dir="profiles")
+    owner = SimpleNamespace(framework=SimpleNamespace(backend="jax"))
     with pytest.raises(ValueError, match="ProfilerHook takes the same output_dir"):
-        TorchProfilerHook(output_dir="profiles")
+        hook(SimpleNamespace(workflow=owner, global_rank=0), Stage.BEFORE_TRAINING)

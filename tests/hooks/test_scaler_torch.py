@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nnx_jax.hooks import GradientAccumulationHook, MixedPrecisionHook
@@ -52,6 +52,7 @@ def test_the_reference_run() -> None:
 
 
 @settings(max_examples=15, deadline=None)
+@example(bad=[0, 0, 0, 0], k=1, interval=1, factors=(2.0, 0.5), start=2.0**126)  # 1 / 2**127 is subnormal
 @given(
     bad=st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=4, max_size=24),
     k=st.integers(1, 3),

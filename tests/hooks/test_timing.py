@@ -34,9 +34,9 @@ def play(hook: Any, clock: list[float], batches: int = 1, **values: Any) -> None
 
 
 def test_a_batch_as_a_whole(clock: list[float], tmp_path: Path) -> None:
-    """nvalchemi:144"""
-    path = tmp_path / "logs" / "times.csv"
-    hook = StageTimingHook({Stage.AFTER_BATCH, Stage.BEFORE_BATCH}, log_path=path)
+    """nvalchemi:144; and a process that is not the first has a file of its own."""
+    path = tmp_path / "logs" / "times.rank_2.csv"
+    hook = StageTimingHook({Stage.AFTER_BATCH, Stage.BEFORE_BATCH}, log_path=tmp_path / "logs" / "times.csv")
     play(hook, clock, batches=3, global_rank=2)
     told = hook.summary()
     assert list(told) == ["BEFORE_BATCH->AFTER_BATCH"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
 
+from nnx_jax.core import codec
+from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import ComponentRestoreError, ConfigError, UnsafePathError
-from nnx_jax.loop.callbacks import Callback, CallbackList, EarlyStopping, ModelCheckpoint, TrainContext
+from nnx_jax.loop.builtin import EarlyStopping, LRMonitor, ModelCheckpoint
+from nnx_jax.loop.callbacks import Callback, CallbackList, TrainContext
+from nnx_jax.loop.components import Components, plain, revived
 from nnx_jax.loop.monitors import MonitorTracker
 from nnx_jax.params.train import MonitorSpec
+from nnx_jax.runs.layout import HOST, HOST_LIMITS
 
 
 class Spy(Callback):
@@ -63,6 +69,40 @@ def test_cleanup_errors_never_hide_the_training_error() -> None:
         "on_train_end failed: ValueError: B broke in end",
         "on_train_end failed: ValueError: A broke in end",
     ]
+
+
+def test_an_interrupt_in_a_cleanup_keeps_no_other_from_ending() -> None:
+    """It is raised in the end, before errors of other cleanups; a training error still goes first."""
+    log: list[str] = []
+
+    class Struck(Callback):
+        def on_train_end(self, ctx: TrainContext) -> None:
+            raise KeyboardInterrupt
+
+    for error in (None, RuntimeError("training")):
+        callbacks = CallbackList([Spy("A", log), Struck(), Spy("C", log, "end")])
+        callbacks.train_begin(context())
+        raised = pytest.raises(KeyboardInterrupt) if error is None else contextlib.nullcontext()
+        with warnings.catch_warnings(record=True) as seen, raised:
+            warnings.simplefilter("always")
+            callbacks.train_end(context(), error)
+        assert [str(w.message) for w in seen][0] == "on_train_end failed: ValueError: C broke in end"
+        assert len(seen) == (1 if error is None else 2)
+    assert log == ["A.begin", "C.begin", "C.end", "A.end"] * 2
+
+
+def test_lr_monitor_keeps_more_updates_than_a_list_may_have_values() -> None:
+    """200 000 values are read back of a host.json; the state of the version before, in lists, is still read."""
+    many, back = LRMonitor(), LRMonitor()
+    many.history, many._counts = [0.5, None], [100_000, 0]
+    many.update_history = [(n + 1, 1.0 / (n + 1)) for n in range(100_000)]
+    stored = plain(many.component_state(), "lr_monitor")
+    back.load_component_state(
+        revived(codec.parse_json(durable_json(stored, source=HOST, limits=HOST_LIMITS), limits=HOST_LIMITS)), version=3
+    )
+    assert (back.history, back.update_history, back._counts) == (many.history, many.update_history, many._counts)
+    back.load_component_state({"history": [0.5], "updates": [[1, 0.5], [2, 0.25]], "counts": [2]}, version=2)
+    assert (back.history, back.update_history, back._counts) == ([0.5], [(1, 0.5), (2, 0.25)], [2])
 
 
 def test_without_a_training_error_the_first_cleanup_error_is_raised() -> None:
@@ -132,11 +172,12 @@ def test_model_checkpoint_tag_must_be_a_file_name() -> None:
 
 
 def test_names_nobody_chose_are_numbered_and_chosen_ones_are_unique() -> None:
-    """nnx:B135 (there is no list of components to put another object into)"""
-    callbacks = CallbackList([EarlyStopping(), EarlyStopping("val_loss")])
-    assert list(callbacks.components()) == ["early_stopping", "early_stopping.2"]
-    with pytest.raises(ConfigError, match="two callbacks are named 'mine'"):
-        CallbackList([EarlyStopping(name="mine"), EarlyStopping("val_loss", name="mine")]).components()
+    """nnx:B135"""
+    assert list(Components([EarlyStopping(), EarlyStopping("val_loss")])) == ["early_stopping", "early_stopping.2"]
+    with pytest.raises(ConfigError, match="two components are named 'mine'"):
+        Components([EarlyStopping(name="mine"), EarlyStopping("val_loss", name="mine")])
+    with pytest.raises(TypeError, match="component_spec.* got int"):
+        Components([], [3])
 
 
 class Counter(Callback):
@@ -164,7 +205,7 @@ def test_every_problem_of_a_restore_is_told_at_once_and_nothing_is_changed() -> 
     """nnx:B131 nnx:B132"""
     good, absent, newer, broken = (Counter(name) for name in ("good", "absent", "newer", "broken"))
     good.count = 7
-    callbacks = CallbackList([good, absent, newer, broken])
+    callbacks = Components([good, absent, newer, broken])
     stored = {"good": entry(1), "newer": entry(1, version=3), "broken": entry(-1), "gone": entry(1)}
     with pytest.raises(ComponentRestoreError, match="component gone") as caught:
         callbacks.load(stored)
@@ -174,7 +215,7 @@ def test_every_problem_of_a_restore_is_told_at_once_and_nothing_is_changed() -> 
     assert [callback.count for callback in (good, absent, newer, broken)] == [7, 0, 0, 0]
     callbacks.load({name: entry(4) for name in ("good", "absent", "newer", "broken")})
     assert [callback.count for callback in (good, absent, newer, broken)] == [4, 4, 4, 4]
-    CallbackList([Counter("other", required=False)]).load({"loose": entry(1, required=False)})
+    Components([Counter("other", required=False)]).load({"loose": entry(1, required=False)})
 
 
 def test_a_callback_class_or_another_object_is_refused() -> None:

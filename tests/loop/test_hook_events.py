@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +15,11 @@ from nnx_jax.core.stages import TrainingStage as Stage
 from nnx_jax.loop.clocks import Cadence, span_batches
 from nnx_jax.loop.engine import Records
 from nnx_jax.loop.hook_events import HookEvents
+from nnx_jax.loop.idle import check_idle
 from nnx_jax.loop.records import RecordKeeper
+from nnx_jax.loop.together import Together
 from nnx_jax.loop.watched import SessionWatch
+from nnx_jax.spmd.world import ALONE
 
 
 class Notes:
@@ -172,7 +175,7 @@ def test_a_refused_state_is_told() -> None:
     stored = events(Stored("bad")).state()
     with pytest.raises(ComponentRestoreError, match=r"Stored: not mine"):
         events(Stored()).load(stored)
-    with pytest.raises(TypeError, match="numbers, text and arrays; found object"):
+    with pytest.raises(TypeError, match="numbers, text, arrays of numbers.*found object"):
         events(Stored(object())).state()
 
 
@@ -184,13 +187,14 @@ class Simulated:
 
     def __init__(self, *hooks: Any, vetoed: Any = lambda number: False, world: int = 1) -> None:
         self.vetoed, self.batches, self.unread, self.reads = vetoed, 0, [], 0
-        self.made = 0
+        self.made = self.last_update = 0
         self.engine = self
         self.n_batches, self.accumulate, self.in_place, self.state = 10**6, 1, False, None
         self.epoch = self.batch = self.step = 0
         self.cadence = Cadence()
         self.plan = SimpleNamespace(end_epoch=None, max_steps=1, store=None)
         self.ctx = SimpleNamespace(deferred=[], should_stop=False)
+        self.together = Together(cast(Any, self), ALONE)
         self.stop, self._poll = False, lambda done: False
         self.commits: list[int] = []
         self.watch = SessionWatch(self, events(*hooks, world=world))  # type: ignore[arg-type]
@@ -225,9 +229,11 @@ class Simulated:
             none = np.zeros(len(rows))
             veto = np.where(updated, -1, 0)
             self.step = int(step[-1])
+            self.last_update = int(max(batch[updated] + 1, default=self.last_update))
             closed = np.ones(len(rows), bool)
             self.watch.note(Records(batch, step, none, none, none, closed, updated.astype(bool), {}, veto))
         self.watch.read()
+        check_idle(self, self.watch.vetoer)  # type: ignore[arg-type]
 
     def _commit(self) -> None:
         self.commits.append(self.batches)

@@ -66,6 +66,21 @@ def test_missing_values_are_not_counted_or_are_an_error() -> None:
         strict.decide({"val_nll": INF})
 
 
+def test_a_score_that_stands_in_is_not_compared_with_another() -> None:
+    """A validation that is not finite never becomes the best by its training loss; the next finite one may."""
+    tracker = MonitorTracker(None)
+    losses = [(0.9, 0.5), (float("nan"), 0.1), (0.8, 0.3), (float("inf"), 0.01), (0.7, 0.2)]
+    found = [tracker.decide({"val_loss": val, "train_loss": train}) for val, train in losses]
+    assert [each.improved for each in found] == [True, False, True, False, True]
+    assert [each.value for each in found] == [0.9, 0.1, 0.8, 0.01, 0.7]
+    resumed = MonitorTracker(None)
+    resumed.load(tracker.state())
+    assert not resumed.decide({"val_loss": float("nan"), "train_loss": 0.0}).improved
+    late = MonitorTracker(None)
+    assert late.decide({"val_loss": float("nan"), "train_loss": 0.1}).improved
+    assert late.decide({"val_loss": 0.9, "train_loss": 0.05}).improved
+
+
 def test_default_score_prefers_error_then_loss_then_train() -> None:
     """nnx:B114"""
     tracker = MonitorTracker(None)

@@ -121,7 +121,7 @@ def test_rows_are_a_sequence_whatever_they_came_as() -> None:
 
 
 def test_columns_are_fixed_at_the_start() -> None:
-    names = history_columns(("accuracy",), validates=True)
+    names = history_columns(("accuracy",), ("accuracy",))
     assert names[7:] == ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "monitor", "improved")
 
 

@@ -224,3 +224,11 @@ def test_any_split_gives_the_whole(first: list[bool], seed: int) -> None:
     (merged,) = merge_terms(*parts)
     assert float(merged.numerator) == pytest.approx(float(whole[0].numerator), rel=1e-5)
     assert float(merged.denominator) == float(whole[0].denominator)
+
+
+def test_illegal_labels_of_a_composition_are_counted() -> None:
+    """A composition given as the model's loss refuses what its parts refuse; a plain function sees no labels."""
+    logits, batch = np.zeros((3, 2), np.float32), {"y": np.array([0, 2, 1])}
+    composed = build_loss(2.0 * build_loss("cross_entropy") + wrap_user_loss(lambda outputs, targets: outputs[:, 0]))
+    assert int(composed.invalid_labels(logits, batch)) == 1
+    assert int(build_loss(lambda outputs, targets: outputs[:, 0]).invalid_labels(logits, batch)) == 0

@@ -138,14 +138,18 @@ OTHER: dict[str, Any] = {
     "train.eval_every_n_epochs": 2,
     "train.nonfinite": "skip",
     "train.max_consecutive_skips": 3,
+    "train.reduction": "canonical",
+    "train.reduction_shards": 16,
     "train.save_phase_checkpoints": False,
     "train.resume_from_run_id": "0123456789abcdef",
     "train.resume_from_checkpoint": "BEST",
     "train.resume_epochs": "planned",
     "train.parent_run_id": "0123456789abcdef",
+    "trainer": {"n_epochs": 3, "optims": {"main": {}}},
     "hooks": ["test_ema"],
 }
 SETTING: dict[str, Any] = {  # what must be chosen for a field to mean something
+    "train.reduction_shards": {"train.reduction": "canonical"},
     "train.optim.momentum": {"train.optim.kind": "sgd"},
     "train.optim.nesterov": {"train.optim.kind": "sgd"},
     "train.optim.options": {"train.optim.kind": "rmsprop"},
@@ -164,6 +168,7 @@ SETTING: dict[str, Any] = {  # what must be chosen for a field to mean something
     "train.resume_from_checkpoint": {"train.resume_from_run_id": "0123456789abcdef"},
     "train.resume_epochs": {"train.resume_from_run_id": "0123456789abcdef"},
     "train.parent_run_id": {},
+    "trainer": {"train": None, "trainer": {"n_epochs": 2, "optims": {"main": {}}}},
 }
 BASE: dict[str, Any] = {
     "backend": "flax",
@@ -218,6 +223,8 @@ def test_no_real_field_is_missing_above() -> None:
         {"train.dispatch": "span"},
         {"imports": ["os"]},
         {"mesh": {"data": 2}},
+        {"sharding": {"head.kernel": [None, "tensor"]}},
+        {"elastic": True},
         {"checkpoint": {"every_n_steps": 5, "keep": 3}},
         {"callbacks": ["early_stopping", {"kind": "model_checkpoint", "epochs": [0]}]},
         {"hooks": ["test_watcher"]},
@@ -259,6 +266,9 @@ def test_precision_means_the_same_in_both_places() -> None:
     left = run(model={"precision": "bfloat16"})
     right = trained(precision="bfloat16")
     assert left.precision == right.precision == "bfloat16"
+    wide = trained(precision="float64")
+    assert wide.identity()["model"] == {"precision": "float64"}
+    assert wide.run_id() == run(model={"precision": "float64"}).run_id() not in (left.run_id(), run().run_id())
     assert left.run_id() == right.run_id()
     with pytest.raises(ConfigError, match=r"train\.precision: got 'float32', but model\.precision is 'bfloat16'"):
         run(model={"precision": "bfloat16"}, train={"n_epochs": 1, "precision": "float32"})

@@ -134,7 +134,6 @@ def test_the_first_matching_group_wins_and_none_merge() -> None:
     ("values", "message"),
     [
         ({"patterns": ["a"], "max_lr": 0.1, "lr_scale": 2.0}, r"lr_scale: both max_lr and lr_scale are given"),
-        ({"patterns": ["a"]}, r"NNParamGroupSpec: the group changes nothing"),
         ({"patterns": [], "lr_scale": 2.0}, r"patterns: got \(\) \(tuple\); expected at least 1 items"),
         ({"patterns": [" "], "lr_scale": 2.0}, r"patterns\[0\]: got ' '; expected text that is not blank"),
         ({"lr_scale": 2.0}, r"patterns: is required"),

@@ -58,6 +58,10 @@ def test_numpy_counts_are_stored_as_int() -> None:
         ({"n_epochs": 1, "monitor": {"mode": "MAX"}}, r"monitor\.mode: got 'MAX'; expected one of 'min' or 'max'"),
         ({"n_epochs": 1, "monitor": {"min_delta": -1.0}}, r"monitor\.min_delta: got -1\.0"),
         ({"epochs": 1}, r"unknown key 'epochs'; did you mean 'n_epochs'"),
+        (
+            {"n_epochs": 1, "optim": {"param_groups": [{"patterns": "a"}]}},
+            r"optim\.param_groups\[0\]: the group changes",
+        ),
     ],
 )
 def test_wrong_training_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -225,7 +229,7 @@ def _params_modules() -> list[Any]:
 def test_the_schema_offers_every_kind_with_its_meaning() -> None:
     schema = json_schema()
     definitions = schema["$defs"]
-    assert schema["required"] == ["train"]
+    assert schema["oneOf"] == [{"required": ["train"]}, {"required": ["trainer"]}]
     assert {"conv", "feed_forward", "transformer_lm"} <= set(definitions["NNParams"]["anyOf"][0]["enum"])
     forward = definitions["FeedForwardParams"]["properties"]
     assert forward["kind"] == {"const": "feed_forward"}
@@ -255,4 +259,5 @@ def test_the_schema_offers_every_kind_with_its_meaning() -> None:
 def test_every_file_writes_what_the_schema_allows() -> None:
     """The names of the schema are the names that are read."""
     names: set[str] = set(json_schema()["properties"])
-    assert names == {"imports", "backend", "model", "data", "train", "hooks", "callbacks", "checkpoint", "mesh"}
+    others = {"imports", "backend", "model", "data", "hooks", "callbacks", "checkpoint", "history", "mesh"}
+    assert names == others | {"sharding", "elastic", "train", "trainer"}

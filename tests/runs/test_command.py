@@ -35,6 +35,7 @@ def test_list(root: Path, capsys: Capture) -> None:
         "step": 10,
         "batch": 10,
         "rows": 2,
+        "history": "idps.csv",
         "checkpoints": {"LAST": 10, "BEST": 10, "FIRST": 5, "Q2": 10},
     }
     assert found["runs"][1]["status"] == "damaged"

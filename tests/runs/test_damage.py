@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nnx_jax.core.errors import CheckpointError, HistoryCorruptionError, NnxError, ResumePointError, UnsafePathError
-from nnx_jax.runs import arrays, audit, pointers, resume
+from nnx_jax.runs import audit, pointers, resume
 from nnx_jax.runs.layout import RunPaths
+from nnx_jax.runs.leaves import Leaf, index_bytes, read_index
 from nnx_jax.runs.manifest import Manifest, read_manifest, verify_files
 from nnx_jax.runs.pointers import parse_pointer
 from nnx_jax.runs.resume import find_point, read_point
@@ -458,6 +459,6 @@ def test_a_manifest_and_an_index_of_a_large_model_are_read(tmp_path: Path) -> No
     path = tmp_path / "1.json"
     path.write_bytes(Manifest("r", 1, 0, 0, 0, files).to_bytes())
     assert read_manifest(path).files == files
-    leaves = {f"params/{number}": arrays.Leaf((3, 3, 8, number), "float32") for number in range(30_000)}
-    (tmp_path / "arrays.json").write_bytes(arrays._index_bytes(leaves))
-    assert arrays.read_index(tmp_path) == leaves
+    leaves = {f"params/{number}": Leaf((3, 3, 8, number), "float32") for number in range(30_000)}
+    (tmp_path / "arrays.json").write_bytes(index_bytes(leaves))
+    assert read_index(tmp_path) == leaves

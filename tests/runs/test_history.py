@@ -145,6 +145,23 @@ def test_rollback_keeps_the_rows_for_the_next_flush(tmp_path: Path) -> None:
     assert read_history(path, extent)[1] == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
 
 
+def test_rows_that_no_commit_covers_can_be_given_up(tmp_path: Path) -> None:
+    """Buffered or written, they do not come with the next flush."""
+    path = tmp_path / "idps.csv"
+    history = History(path, ("epoch",))
+    history.append([{"epoch": 0}])
+    history.flush()
+    history.settle()
+    history.append([{"epoch": 1}])
+    history.flush()
+    history.append([{"epoch": 2}])
+    history.discard()
+    assert (history.rows, path.read_text()) == (1, "epoch\n0\n")
+    history.append([{"epoch": 7}])
+    history.flush()
+    assert path.read_text() == "epoch\n0\n7\n"
+
+
 def test_other_columns_are_refused(tmp_path: Path) -> None:
     """case:L03 columns cannot shift on resume: the header of the first start stands."""
     path = tmp_path / "idps.csv"

@@ -162,7 +162,7 @@ def windows_of_3(kit: Kit) -> tuple[Any, Any]:
 def test_saved_in_the_middle_of_a_window(kit: Kit, windows_of_3: tuple[Any, Any]) -> None:
     """case:F07 accumulator, BatchNorm, random stream and counts are stored; a span finishes the open window.
 
-    nnx:B046-like exactness: the end equals the straight run's, bit for bit, from any microbatch on.
+    The end equals the straight run's, bit for bit, from any microbatch on.
     """
     programs, start = windows_of_3
     x, y, (order, _) = data()

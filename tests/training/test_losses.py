@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,6 +79,25 @@ def test_schedules() -> None:
         assert float(ConstantWeight(3.0)(at(7), 0)) == 3.0
     assert float(LinearWeight(0, 1, 10, per_epoch=True)(9, 5)) == 0.5
     assert line.to_spec() == {"kind": "LinearWeight", "start": 0, "end": 1, "num_steps": 10, "per_epoch": False}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_scheduled_weights_are_as_wide_as_what_they_weigh(wide: bool) -> None:
+    """In float64 those of numpy on the host, in float32 rounded."""
+    schedules = [LinearWeight(0.1, 0.7, 9), CosineWeight(0.2, 0.9, 7)]
+    loss = ComposedLossFunction([A, B], schedules)
+    batch = {"y": np.zeros(2, np.float64 if wide else np.float32), "mask": np.ones(2, np.float32)}
+
+    def scales(step):
+        return [term.scale for term in loss.at(step, jnp.int32(0))(jnp.asarray(batch["y"]) + 1, batch)]
+
+    with jax.enable_x64(wide):
+        found = [np.asarray(each) for each in jax.jit(scales)(jnp.int32(4))]
+    line, half = (schedule(4, 0) for schedule in schedules)
+    wanted = [line / (line + half), half / (line + half)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-15 if wide else 1e-6)
+    assert {each.dtype.name for each in found} == {"float64" if wide else "float32"}
+    assert wide or np.abs(np.subtract(found, wanted)).max() > 0
 
 
 def first(predictions, batch):

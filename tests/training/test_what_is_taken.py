@@ -124,7 +124,7 @@ def test_the_device_is_the_default_one() -> None:
 def test_updates_of_all_workers_are_those_of_one_times_their_number() -> None:
     made = strategy(step_count=2, global_step_count=8, distributed_manager=Four())
     assert made.global_step_count == 8
-    with pytest.raises(ConfigError, match="global_step_count is 9, but step_count=2 with 4 processes make 8"):
+    with pytest.raises(ConfigError, match="global_step_count is 9, but step_count=2 with 4 workers make 8"):
         strategy(step_count=2, global_step_count=9, distributed_manager=Four())
 
 

@@ -12,8 +12,8 @@ class DistributedManager:
     """What a workflow asks about its processes; the same numbers in every part of a run.
 
     Call `DistributedManager.initialize()` once in every process, before the first use of a model. With one process it
-    changes nothing. Several processes must have been joined by JAX's own start-up before (`jax.distributed`), and the
-    numbers then come from there.
+    changes nothing. Several processes must have been joined before, by `init_process_group()` or JAX's own start-up
+    (`jax.distributed`), and the numbers then come from there.
 
     Args:
         find_unused_parameters, broadcast_buffers: kept for DDPHook, which compares them; a compiled step needs neither.
@@ -40,7 +40,7 @@ class DistributedManager:
         if launched.isdigit() and int(launched) > joined:
             raise ProcessGroupError(
                 f"the launcher started {launched} processes (WORLD_SIZE), but JAX knows of {joined}; join them with "
-                "JAX's distributed start-up, in every process, before anything else uses JAX"
+                "nnx_jax.distributed.init_process_group(), in every process, before anything else uses JAX"
             )
         DistributedManager._ready = True
 
@@ -69,6 +69,11 @@ class DistributedManager:
     def distributed(self) -> bool:
         """Whether there are several processes."""
         return self.world_size > 1
+
+    @property
+    def devices(self) -> list[Any]:
+        """All devices of this process."""
+        return list(_jax().local_devices())
 
     @property
     def device(self) -> Any:

@@ -1,0 +1,1 @@
+"""Ways to learn that are no loss of (outputs, batch): each an objective with the formula of its paper."""

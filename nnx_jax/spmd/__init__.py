@@ -1,0 +1,1 @@
+"""Several devices under one step: meshes and what lies where on them."""

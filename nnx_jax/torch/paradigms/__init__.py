@@ -1,0 +1,1 @@
+"""Objectives of known papers over torch modules, with the names and settings of `objectives.paradigms`."""
