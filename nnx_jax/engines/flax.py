@@ -72,12 +72,16 @@ class FlaxEngine(SeenByHooks):
         train_step: a step of the user's own, in place of the built-in one.
         eval_step: a validation of the user's own, in place of the built-in one.
         world: the processes that train together.
+        optimizer: an `optax.GradientTransformation` in place of the specification's.
 
     Raises:
         ModelError: the network does not take the data, or has nothing to train.
         DataError: targets that the loss cannot use.
     """
 
+    backend = "flax"
+    make_pure: Any = PureModule
+    """What makes named leaves and a forward pass of a module; another library's engine has another."""
     most_rows = 8192
     """Record rows the device keeps: an epoch of fewer updates is read once."""
 
@@ -99,18 +103,19 @@ class FlaxEngine(SeenByHooks):
         train_step: Callable[..., Any] | None = None,
         eval_step: Callable[..., Any] | None = None,
         world: World = ALONE,
+        optimizer: Any = None,
     ) -> None:
         self.world = world
         self.hooks, self.nonfinite = hooks, nonfinite or spec.training.nonfinite
         self.spec, self.module, self.loss, self.feeds = spec, module, loss, dict(feeds)
-        self.rates = Rates(spec, schedules or {})
+        self.rates = Rates(spec, schedules or {}, optimizer)
         self.schedule_state, self.net_state = dict(schedule_state or {}), net_state
         self.feed = feeds["train"]
         self.accumulate, self.carries = window_length(hooks, spec), carries(hooks)
         self.n_batches = self._epoch_batches()
         dtype = jnp.dtype(spec.precision) if hooks is None else hooks.compute_dtype
         kept = float32_layers(hooks)
-        self.pure = PureModule(module, freeze=freeze, compute_dtype=dtype, keep_float32=kept, mask_rows=True)
+        self.pure = self.make_pure(module, freeze=freeze, compute_dtype=dtype, keep_float32=kept, mask_rows=True)
         check_parameters(self.pure.params, dtype)
         self._check_tail()
         hooks = fit_sharding(hooks, self.pure, module)
@@ -196,11 +201,9 @@ class FlaxEngine(SeenByHooks):
         return records, None
 
     def _memory(self, where: str, feed: Any) -> AbstractContextManager[None]:
-        remedy = (
-            "lower data.eval_batch_size"
-            if feed is not self.feed
-            else ("lower data.batch_size and raise train.optim.accumulate_grad_batches: the updates stay the same")
-        )
+        remedy = "lower data.eval_batch_size"
+        if feed is self.feed:
+            remedy = "lower data.batch_size and raise train.optim.accumulate_grad_batches: the updates stay the same"
         return explain_out_of_memory(where, feed.signature(), remedy)
 
     def _rewind(self, state: Carry) -> None:
@@ -278,7 +281,7 @@ class FlaxEngine(SeenByHooks):
         """Plain description of what a stored state fits: engine, net, optimizer, schedule, window, data."""
         like = jax.eval_shape(self.optimizer.init, self.pure.params)
         return {
-            "engine": "flax",
+            "engine": self.backend,
             "net": self.net_state,
             "optimizer": self.rates.topology(like),
             "schedule": self.schedule_state,
@@ -328,7 +331,7 @@ class FlaxEngine(SeenByHooks):
 
     def weights(self, model: Any) -> dict[str, jax.Array]:
         """Every parameter and statistic of the model's network as it is now, whatever its topology became."""
-        now = PureModule(model.net, compute_dtype=self.pure.compute_dtype)
+        now = self.make_pure(model.net, compute_dtype=self.pure.compute_dtype)
         return {
             **{f"params/{name}": value for name, value in now.params.items()},
             **{f"model_state/{name}": value for name, value in now.model_state.items()},
@@ -336,7 +339,7 @@ class FlaxEngine(SeenByHooks):
 
     def absorb(self, state: Carry) -> Carry:
         """The state with the module's weights, where someone changed them since `trained`."""
-        now = PureModule(self.module, compute_dtype=self.pure.compute_dtype)
+        now = self.make_pure(self.module, compute_dtype=self.pure.compute_dtype)
         held = {**now.params, **now.frozen}
         train = self.programs.state(state)
         self.programs.put(

@@ -11,6 +11,7 @@ from flax import nnx
 
 from nnx_jax.core.errors import ConfigError, ModelError, ResumePointError
 from nnx_jax.engines.compile_cache import enable_compile_cache
+from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.engines.inference import Inference, weights_of
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.scoring import ModelScorer
@@ -40,12 +41,14 @@ class Framework:
         kind: of network, for messages.
         make_writer: how the arrays of a run are stored.
         has_mesh: several processes are one mesh of devices.
+        engine_class: what trains the network, a FlaxEngine, see `fit.job.prepare`.
     """
 
     backend: str = "flax"
     kind: str = "flax.nnx.Module"
     make_writer: MakeWriter = ArrayWriter
     has_mesh: bool = True
+    engine_class: Any = FlaxEngine
 
     # -- the network -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.feeds import check_group, data_info, make_feeds, sizes_for
 from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.engines.hook_plan import CONCRETE, carries, plan_hooks, window_length
-from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.engines.work import delegates, name_of
 from nnx_jax.fit.call import Given, TrainCall, checked
 from nnx_jax.fit.schedules import RunSchedules, make_schedules
@@ -62,7 +61,7 @@ def prepare(
     """Check and build everything that needs no run directory; fires SETUP before anything is built from the network.
 
     Args:
-        model: an NNModel: `build(info, seed)`, `loss`, `identity(seed)` and `frozen_patterns` are asked.
+        model: an NNModel: `build(info, seed)`, `loss`, `identity(seed)`, `frozen_patterns` and `framework` are asked.
         events: from `register_hooks`; by default the hooks of `spec`.
         call: what `train` was given beside the configuration; by default nothing.
         world: the processes that train together.
@@ -81,7 +80,7 @@ def prepare(
     module = model.build(sizes_for(loss, data_info(feeds)), spec.training.seed)
     events.setup({"main": module})
     observer = lambda stage, ctx: events.observe(stage, ctx)  # noqa: E731
-    names = {f"main.{name}": name for name in PureModule(module).params}
+    names = {f"main.{name}": name for name in model.framework.parameters(module)}
     frozen, still = (frozenset(names[name] for name in part) for part in left_out(events.registry, names))
     plan = plan_hooks(
         events.registry,
@@ -105,7 +104,9 @@ def prepare(
         carries=carries(plan),
         owns_windows=owns,
     )
-    engine = FlaxEngine(
+    if call is not None and call.schedule is not None:
+        schedules = RunSchedules(updates={"main": call.schedule})
+    engine = model.framework.engine_class(
         spec,
         module,
         loss,
@@ -121,6 +122,7 @@ def prepare(
         train_step=given.step,
         eval_step=given.validation,
         world=world,
+        optimizer=None if call is None else call.optimizer,
     )
     if given.objective is not None:
         given.objective.check_run(spec)
