@@ -8,7 +8,7 @@ from nnx_jax.core.errors import DataError
 from nnx_jax.data.dataset import TrainingDataset, require_columns
 from nnx_jax.data.dtypes import MASK, check_finite, settle
 
-TAILS = ("pad", "drop", "keep")
+TAILS = ("pad", "drop", "keep", "straddle")
 
 _CHUNK = 4096  # rows looked at together when the dataset is not in memory
 
@@ -21,9 +21,10 @@ def check_batching(rows: int, batch_size: int, tail: str, where: str) -> None:
         raise DataError(f"tail must be one of {', '.join(TAILS)}, found {tail!r}")
     if rows == 0:
         raise DataError(f"{where} is empty (0 rows); there is nothing to train or evaluate on")
-    if tail == "drop" and batch_size > rows:
+    if tail in ("drop", "straddle") and batch_size > rows:
+        done = "drops them all" if tail == "drop" else "fills a batch with several passes"
         raise DataError(
-            f"{where} has {rows} rows, fewer than batch_size {batch_size}, and tail='drop' drops them all; "
+            f"{where} has {rows} rows, fewer than batch_size {batch_size}, and tail='{tail}' {done}; "
             "use tail='pad', or a smaller batch_size"
         )
 
@@ -42,7 +43,7 @@ def check(
     Args:
         dataset: the rows. In-memory columns are checked whole, others chunk by chunk (every row once).
         batch_size: rows a batch.
-        tail: what happens to the last, incomplete batch: `pad`, `drop` or `keep`.
+        tail: what happens to the last, incomplete batch: `pad`, `drop`, `keep` or `straddle`.
         wanted: columns that must exist.
         finite: whether NaN and infinity are refused.
         where: how messages call the dataset; its class name when left out.

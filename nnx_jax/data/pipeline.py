@@ -7,6 +7,7 @@ epochs, and its content does not depend on prefetching or on worker processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
@@ -54,10 +55,11 @@ class Feed:
     Args:
         dataset: the rows.
         batch_size: rows a batch, B.
-        tail: the last, incomplete batch of an epoch is filled up with padding (`pad`), left out (`drop`) or served
-            short (`keep`: another shape, so a second compile).
-        shuffle: a new permutation each epoch, a function of `seed + epoch` alone (`partition.epoch_order`); False
-            serves the rows in order.
+        tail: the last, incomplete batch of a pass is filled up with padding (`pad`), left out (`drop`), served
+            short (`keep`: another shape, so a second compile), or filled up with the first rows of the next pass
+            (`straddle`: an epoch is then as many passes as end together with a batch).
+        shuffle: a new permutation each pass, a function of `seed` and the pass's number (`partition.epoch_order`);
+            False serves the rows in order.
         seed: whole number >= 0.
         prefetch: batches gathered ahead in a thread; 0 gathers when asked.
         workers: processes that gather (spawned, as JAX threads do not survive a fork: a script needs its
@@ -105,8 +107,18 @@ class Feed:
     @property
     def n_batches(self) -> int:
         """Batches an epoch."""
-        full, rest = divmod(self.rows, self.batch_size)
+        full, rest = divmod(self.rows * self.passes, self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
+
+    @property
+    def passes(self) -> int:
+        """Passes over the rows that make an epoch: one, but for `straddle`."""
+        return math.lcm(self.rows, self.batch_size) // self.rows if self.tail == "straddle" else 1
+
+    @property
+    def pad(self) -> bool:
+        """Whether every batch has `batch_size` rows, none of them left out."""
+        return self.tail in ("pad", "straddle")
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the row numbers of one epoch, int32 [n_batches, B]; -1 is padding (`pad`) or no row (`keep`).
@@ -114,7 +126,9 @@ class Feed:
         The device-resident path gathers rows `maximum(order, 0)` of `arrays()` with weight `order >= 0`: the batches of
         `batches(epoch)`, value for value.
         """
-        return batch_table(epoch_order(self.rows, self.seed, epoch, shuffle=self.shuffle), self.batch_size, self.tail)
+        first, passes = epoch * self.passes, self.passes
+        found = [epoch_order(self.rows, self.seed, first + each, shuffle=self.shuffle) for each in range(passes)]
+        return batch_table(found[0] if passes == 1 else np.concatenate(found), self.batch_size, self.tail)
 
     def size(self, index: int) -> int:
         """Rows of batch `index` of an epoch, with the padding."""

@@ -30,7 +30,7 @@ def check_tail(pure: PureModule, feed: Any) -> None:
         DataError: naming the layer and the sizes.
     """
     rows, size = feed.rows, getattr(feed, "batch_size", None)
-    if not (pure.batch_norms and rows and size) or feed.descriptor().get("tail") == "drop":
+    if not (pure.batch_norms and rows and size) or feed.descriptor().get("tail") in ("drop", "straddle"):
         return
     if rows % size == 1 or size == 1:
         raise DataError(

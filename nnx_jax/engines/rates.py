@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx_jax.optim.build import OptState, describe, set_rate
+from nnx_jax.optim.build import OptState, describe, make_optimizer, set_rate
 from nnx_jax.optim.named import NamedOptimizers, named_optimizers
 from nnx_jax.optim.specs import build_optimizer
 from nnx_jax.params.run import RunSpec
@@ -23,10 +23,11 @@ class Rates:
     Args:
         spec: the run.
         schedules: those on the update clock.
+        optimizer: an `optax.GradientTransformation` in place of the one that the run's specification describes.
     """
 
-    def __init__(self, spec: RunSpec, schedules: Schedules) -> None:
-        self.spec, self.schedules = spec, dict(schedules)
+    def __init__(self, spec: RunSpec, schedules: Schedules, optimizer: Any = None) -> None:
+        self.spec, self.schedules, self.given = spec, dict(schedules), optimizer
         self.several = spec.trainer is not None
         self._dtype = np.dtype("float64" if spec.precision == "float64" else "float32")
         self.held = self._as_held({name: optim.max_lr for name, optim in spec.training.optimizers.items()})
@@ -40,6 +41,8 @@ class Rates:
         optims = self.spec.training.optimizers
         if self.several:
             return named_optimizers(optims, self.schedules, params)
+        if self.given is not None:
+            return make_optimizer(lambda: self.given, params)
         return build_optimizer(next(iter(optims.values())), next(iter(self.schedules.values()), None), params)
 
     def set(self, optimizer: Any, opt_state: OptState, rates: float | Mapping[str, float]) -> OptState:
@@ -70,5 +73,6 @@ class Rates:
     def topology(self, like: Any) -> dict[str, Any]:
         """Plain description of the optimizers' state, compared on resume."""
         kinds = {name: optim.kind for name, optim in self.spec.training.optimizers.items()}
-        kind = {"kinds": kinds} if self.several else {"kind": next(iter(kinds.values()))}
+        only = "optax" if self.given is not None else next(iter(kinds.values()))
+        kind = {"kinds": kinds} if self.several else {"kind": only}
         return {**kind, "state": describe(like)}

@@ -33,6 +33,9 @@ class TrainCall:
         runs_dir: where runs live.
         wait_seconds: how long to wait while another process writes this very run.
         distributed: a DDP, where the processes of a group train together.
+        optimizer: an `optax.GradientTransformation` in place of the configuration's; its steps are its own.
+        schedule: a rate for every update in place of the configuration's, see `optim.optax_schedules`.
+        start: a moment in memory to continue from, with what a stored one has; see `runs.resume.ResumePoint`.
     """
 
     progress: Progress
@@ -47,6 +50,9 @@ class TrainCall:
     runs_dir: str | Path = "runs"
     wait_seconds: float = 0.0
     distributed: Any = None
+    optimizer: Any = None
+    schedule: Any = None
+    start: Any = None
 
 
 def given_parts(objective: Any, step: Any, validation: Any) -> tuple[Any, ...]:

@@ -26,7 +26,8 @@ from nnx_jax.loop.components import StatefulComponent
 _LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "torch", "nnx_jax", *sys.stdlib_module_names} - {"__main__"}
 """Their functions are known by name: an update of a library does not make another run."""
 
-GIVEN = ("objective", "step", "validation")
+_FUNCTIONS = ("objective", "step", "validation")
+GIVEN = (*_FUNCTIONS, "optimizer", "schedule", "start")
 """Under these names an identity knows what a call was given in place of built-in parts."""
 
 _SAME = "told already"
@@ -38,8 +39,15 @@ _MODES = ("deterministic", "use_running_average")
 
 def describe_call(call: TrainCall) -> dict[str, Any]:
     """What the run id knows of a call's functions, by the names of `GIVEN`; nothing where none is given."""
-    given = dict(zip(GIVEN, (call.objective, call.train_step_fn, call.eval_step_fn), strict=True))
-    return {name: describe_function(function) for name, function in given.items() if function is not None}
+    given = dict(zip(_FUNCTIONS, (call.objective, call.train_step_fn, call.eval_step_fn), strict=True))
+    known: dict[str, Any] = {name: describe_function(each) for name, each in given.items() if each is not None}
+    if call.optimizer is not None:
+        known["optimizer"] = describe_function(call.optimizer)
+    if call.schedule is not None:
+        known["schedule"] = call.schedule.state()
+    if call.start is not None:
+        known["start"] = call.start.manifest_sha256
+    return known
 
 
 def describe_function(function: Any) -> str:

@@ -82,7 +82,7 @@ def _fit(model: Any, spec: RunSpec, call: TrainCall, events: HookEvents, world: 
     check_same(world, job, _plain_spec(spec), callbacks, model.framework.around())
     parts = (*callbacks.callbacks, call.train_step_fn, call.eval_step_fn, call.objective)
     components = Components(parts, call.components)
-    source = share_point(world, call.runs_dir, lambda: source_point(spec, call.runs_dir))
+    source = call.start or share_point(world, call.runs_dir, lambda: source_point(spec, call.runs_dir))
     if source is not None:
         check_engine(spec, source, model.framework)
         check_plan(spec, source, call.runs_dir)

@@ -28,8 +28,9 @@ class NNDataParams(Spec):
     """Rows for the one evaluation at the end."""
     batch_size: Size = 32
     """Rows per microbatch."""
-    tail: Literal["pad", "drop", "keep"] = "pad"
-    """The last, shorter batch of an epoch: padded with masked rows, left out, or kept shorter."""
+    tail: Literal["pad", "drop", "keep", "straddle"] = "pad"
+    """The last, shorter batch of a pass: padded with masked rows, left out, kept shorter, or filled up with the first
+    rows of the next pass, so that an epoch is as many passes as end together with a batch."""
     shuffle: bool = True
     """Whether every epoch has its own order, a function of seed + epoch."""
     seed: Seed | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -156,7 +157,10 @@ class RunSpec(Spec):
             return len(rows) if hasattr(rows, "__len__") else None
         if self.data is None or not hasattr(self.data.train, "__len__"):
             return None
-        whole, rest = divmod(len(self.data.train), self.data.batch_size)
+        rows, size = len(self.data.train), self.data.batch_size
+        if self.data.tail == "straddle":
+            return math.lcm(rows, size) // size
+        whole, rest = divmod(rows, size)
         return whole + (rest > 0 and self.data.tail != "drop")
 
     def planned_updates(self) -> int | None:

@@ -128,7 +128,7 @@ def test_batch_larger_than_the_dataset() -> None:
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, found 0"),
         ({"batch_size": True}, "batch_size must be .* found True"),
         ({"batch_size": 2.0}, "batch_size must be .* found 2.0"),
-        ({"tail": "wrap"}, "tail must be one of pad, drop, keep, found 'wrap'"),
+        ({"tail": "wrap"}, "tail must be one of pad, drop, keep, straddle, found 'wrap'"),
         ({"seed": -1}, "seed must be a whole number of 0 or more, found -1"),
         ({"prefetch": -1}, "prefetch must be"),
     ],

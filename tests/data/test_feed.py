@@ -375,3 +375,19 @@ def test_augmentation_is_a_function_of_seed_epoch_and_place() -> None:
     assert not np.array_equal(first[0]["x"], next(feed.batches(1))["x"])
     assert feed.arrays() is None
     assert np.array_equal(next(Feed.evaluation(Jitter(rows), batch_size=4).batches(0))["x"], rows[:4])
+
+
+def test_straddling_batches() -> None:
+    """Ten rows in batches of 4: five batches are two passes, each pass with an order of its own (pipekit:G7)."""
+    feed = Feed(numbered(10), batch_size=4, tail="straddle", seed=3)
+    plain = Feed(numbered(10), batch_size=10, seed=3)
+    assert (feed.n_batches, feed.passes) == (5, 2)
+    first, second = flat(feed.batches(0)), flat(feed.batches(1))
+    assert all(np.all(batch["mask"] == 1) for batch in feed.batches(0))
+    assert first == flat(plain.batches(0)) + flat(plain.batches(1))
+    assert second == flat(plain.batches(2)) + flat(plain.batches(3))
+    assert flat(feed.batches(0, 3)) == first[12:]  # after a resume inside the batch that both passes share
+    even = Feed(numbered(8), batch_size=4, tail="straddle", seed=3)
+    assert rows_of(even.batches(5)) == rows_of(Feed(numbered(8), batch_size=4, seed=3).batches(5))
+    with pytest.raises(DataError, match=r"3 rows, fewer than batch_size 4, and tail='straddle'"):
+        Feed(numbered(3), batch_size=4, tail="straddle")

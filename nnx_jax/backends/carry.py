@@ -1,0 +1,128 @@
+"""TrainerCarryState: where a training loop stands, as a value that a later stage, or the same loop, goes on from."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from nnx_jax.core.errors import ConfigError
+from nnx_jax.core.operator import Operator
+from nnx_jax.core.registry import lookup
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainerCarryState:
+    """The six fields of a training loop's state (founding document, decision D3), and what a resume needs besides.
+
+    Attributes:
+        model: the trained operator.
+        opt_state: every array of the training that is no weight, by name: moments, an open window, slots of hooks,
+            counters.
+        step: committed updates of all stages so far.
+        epoch: epochs of the last stage.
+        metrics: the last values by name.
+        rng: uint32 [2], the run key.
+        loop: hash of the loop that left it, without its length and cadences; "" for none.
+        host: what the loop's last commit kept beside its arrays, as JSON values.
+    """
+
+    model: Any
+    opt_state: Mapping[str, np.ndarray] | None = None
+    step: int = 0
+    epoch: int = 0
+    metrics: Mapping[str, float] | None = None
+    rng: np.ndarray | None = None
+    loop: str = ""
+    host: Mapping[str, Any] | None = None
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values that `from_dict` gives an equal state of; arrays are safetensors bytes in base64.
+
+        Raises:
+            ConfigError: the operator has no form in a file and no weight blob.
+        """
+        return {
+            "model": None if self.model is None else {"state": self.model.state(), "weights": _text(self.model)},
+            "opt_state": None if self.opt_state is None else _packed(self.opt_state),
+            "step": self.step,
+            "epoch": self.epoch,
+            "metrics": None if self.metrics is None else {name: _number(v) for name, v in self.metrics.items()},
+            "rng": None if self.rng is None else np.asarray(self.rng).tolist(),
+            "loop": self.loop,
+            "host": None if self.host is None else dict(self.host),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], *, model: Operator | None = None) -> Self:
+        """Return the state that `to_dict` describes.
+
+        Args:
+            model: an operator of the same structure, for a module of the user's own that no file can rebuild.
+
+        Raises:
+            ConfigError: (a ValueError) a field is missing or unknown.
+            ModelError: (a ValueError) the weights do not fit the operator.
+        """
+        names = [each.name for each in dataclasses.fields(cls)]
+        if set(state) != set(names):
+            odd = sorted(set(state) ^ set(names))
+            raise ConfigError(f"a TrainerCarryState has {', '.join(names)}; {', '.join(odd)} is missing or unknown")
+        stored = state["model"]
+        if stored is not None:
+            template: Any = model if model is not None else _rebuilt(stored["state"])
+            stored = template.with_weights(base64.b64decode(stored["weights"]))
+        return cls(
+            model=stored,
+            opt_state=None if state["opt_state"] is None else _unpacked(state["opt_state"]),
+            step=state["step"],
+            epoch=state["epoch"],
+            metrics=None if state["metrics"] is None else {n: float(v) for n, v in state["metrics"].items()},
+            rng=None if state["rng"] is None else np.asarray(state["rng"], np.uint32),
+            loop=state["loop"],
+            host=state["host"],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """One bool: equal operators, equal arrays element by element, equal values."""
+        if not isinstance(other, TrainerCarryState):
+            return NotImplemented
+        mine, theirs = self.to_dict(), other.to_dict()
+        return mine == theirs
+
+    __hash__ = None  # type: ignore[assignment]  # its arrays have none
+
+
+def _rebuilt(state: Mapping[str, Any]) -> Operator:
+    member: Any = lookup("operator", state.get("kind"))
+    return member.from_state({name: value for name, value in state.items() if name != "kind"})
+
+
+def _text(model: Any) -> str:
+    if not hasattr(model, "serialize_weights"):
+        raise ConfigError(f"{type(model).__name__} has no serialize_weights(), so its state has no form in a file")
+    return base64.b64encode(model.serialize_weights()).decode()
+
+
+def _packed(arrays: Mapping[str, np.ndarray]) -> str:
+    from safetensors.numpy import save
+
+    return base64.b64encode(save({name: np.asarray(a, order="C") for name, a in arrays.items()})).decode()
+
+
+def _unpacked(text: str) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load
+
+    return load(base64.b64decode(text))
+
+
+def _number(value: float) -> float | str:
+    """A number as JSON has it; those that are not finite as text."""
+    return value if np.isfinite(value) else repr(float(value))
