@@ -32,6 +32,18 @@ class ConfigError(NnxError, ValueError):
         super().__init__(": ".join(part for part in (place, path, message) if part))
 
 
+class OperatorTypeError(ConfigError, TypeError):
+    """Something stands, or was returned, where an operator (or what one must return) is required."""
+
+
+class UnregisteredError(ConfigError, PermissionError):
+    """A document names a class or function that was not registered; nothing was imported or run."""
+
+
+class NotLoadableError(ConfigError, RuntimeError):
+    """A document names a class that is built in Python only."""
+
+
 class DataError(NnxError, ValueError):
     """A dataset, a column or a label is not what the run needs."""
 

@@ -54,12 +54,20 @@ def explain(
     found = find_problems(cls, data, error)
     owner = spec_class(cls, (), data) or cls
     located = [_locate(owner, path, message, file, lines or {}, given or {}) for path, message in found]
-    if len(located) == 1:
-        return located[0]
     listed = "".join(f"\n  - {problem.args[0]}" for problem in located)
-    summary = ConfigError(f"{len(located)} problems:{listed}")
+    kind = _error_class(error)
+    summary = kind(located[0].args[0] if len(located) == 1 else f"{len(located)} problems:{listed}")
     summary.path, summary.file, summary.line = located[0].path, located[0].file, located[0].line
     return summary
+
+
+def _error_class(error: ValidationError) -> type[ConfigError]:
+    """Return the class of the first cause that is more than a ConfigError (a refusal to load, say), or ConfigError."""
+    causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
+    return next(
+        (type(cause) for cause in causes if isinstance(cause, ConfigError) and type(cause) is not ConfigError),
+        ConfigError,
+    )
 
 
 def find_problems(cls: type[BaseModel], data: Any, error: ValidationError) -> list[tuple[Path, str]]:

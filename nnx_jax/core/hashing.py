@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from nnx_jax.core.codec import canonical_json
-from nnx_jax.core.errors import DataError
+from nnx_jax.core.codec import KeyPath, canonical_json, dotted
+from nnx_jax.core.errors import ConfigError, DataError
+
+_ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
 def content_hash(obj: Any) -> str:
-    """Return 64 hex digits: SHA-256 of the canonical JSON of a plain value (see `codec.canonical_json`)."""
-    return hashlib.sha256(canonical_json(obj)).hexdigest()
+    """Return 64 hex digits: SHA-256 of the canonical JSON of a plain value (see `codec.canonical_json`).
+
+    Raises:
+        ConfigError: (a ValueError) with its path, for what JSON cannot hold, and for the text of an object with its
+            memory address (`<Net object at 0x7f...>`): it differs in every process.
+    """
+    text = canonical_json(obj)
+    if b" at 0x" in text:
+        _refuse_addresses(obj, ())
+    return hashlib.sha256(text).hexdigest()
+
+
+def _refuse_addresses(obj: Any, path: KeyPath) -> None:
+    if isinstance(obj, str) and (found := _ADDRESS.search(obj)):
+        message = f"holds {found[0]:.80}, a memory address; write what tells the object from others, its fields"
+        raise ConfigError(message, path=dotted(path))
+    if isinstance(obj, Mapping):
+        for key, value in obj.items():
+            _refuse_addresses(key, (*path, key))
+            _refuse_addresses(value, (*path, key))
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            _refuse_addresses(value, (*path, index))
+
+
+def hash_config(*parts: Any) -> str:
+    """Return 64 hex digits over several plain values, each ended by a NUL byte, so that where one ends counts.
+
+    The order of keys does not count. This is the framing that `pipekit_train.dataset.hash_config` used: identities
+    recorded with it can be compared. Errors as of `content_hash`.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        canonical_json(part)  # refuses what is not plain
+        _refuse_addresses(part, ())
+        digest.update(json.dumps(part, sort_keys=True, default=dict).encode("ascii") + b"\0")
+    return digest.hexdigest()
 
 
 def hash_array(array: np.ndarray) -> str:

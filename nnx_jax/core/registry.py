@@ -2,12 +2,15 @@
 
 Kinds are added by the `@register` decorator when their module is imported, so what a configuration can name is exactly
 what has been imported: the built-in modules, and those its `imports:` list allows. Nothing here imports by itself.
+
+A kind may be written in full, with its family: `loss.mse`. It must be where operators of any family may stand.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -15,13 +18,17 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from nnx_jax.core.errors import ConfigError, nearest
+from nnx_jax.core.errors import ConfigError, UnregisteredError, nearest
 
 T = TypeVar("T", bound=type)
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _CLASSES: dict[tuple[str, str], type] = {}
+_IMPORTED: set[str] = set()
+
+ANY_FAMILY = "operator"
+"""The family of operators that belong to no narrower one; through it a full kind reaches every family."""
 
 
 def register(kind: str, *, replace: bool = False) -> Callable[[T], T]:
@@ -54,6 +61,19 @@ def register(kind: str, *, replace: bool = False) -> Callable[[T], T]:
     return enter
 
 
+def unregister(cls: type) -> None:
+    """Take a class out again, so that no configuration can name it; objects of it stay as they are.
+
+    Raises:
+        ConfigError: for a class that is not registered.
+    """
+    key = (getattr(cls, "family", ""), cls.__dict__.get("kind", ""))
+    if _CLASSES.get(key) is not cls:
+        raise ConfigError(f"{cls.__name__} is not registered")
+    del _CLASSES[key]
+    del cls.kind  # type: ignore[attr-defined]
+
+
 def is_family(cls: type) -> bool:
     """Return whether a class only stands for its registered members: it names a family and is no kind of it."""
     return bool(cls.__dict__.get("family")) and not cls.__dict__.get("kind")
@@ -64,16 +84,37 @@ def kinds(family: str) -> list[str]:
     return sorted(kind for known, kind in _CLASSES if known == family)
 
 
+def full_kind(cls: type) -> str:
+    """Return the name that tells a class from every other: `loss.mse`, `scale` for an operator of no narrower family,
+    and `module:Class` for one that is not registered, which a configuration can therefore not name."""
+    kind, family = cls.__dict__.get("kind"), getattr(cls, "family", "")
+    if not isinstance(kind, str):
+        return f"{cls.__module__}:{cls.__qualname__}"
+    return kind if family == ANY_FAMILY else f"{family}.{kind}"
+
+
+def _find(family: str, kind: object) -> type | None:
+    if not isinstance(kind, str):
+        return None
+    of, _, name = kind.rpartition(".")
+    return _CLASSES.get((of or family, name)) if of in ("", family) or family == ANY_FAMILY else None
+
+
 def lookup(family: str, kind: object) -> type:
-    """Return the class registered for (family, kind).
+    """Return the class registered for (family, kind); a full kind is found from its own family and from ANY_FAMILY.
 
     Raises:
-        ConfigError: naming the nearest registered kind, and how to bring in a class of your own.
+        UnregisteredError: (a ConfigError and a PermissionError) naming the nearest registered kind, and how to bring in
+            a class of your own.
     """
-    found = _CLASSES.get((family, kind)) if isinstance(kind, str) else None
+    found = _find(family, kind)
     if found is None:
-        raise ConfigError(
-            f"there is no {family} kind {kind!r}{nearest(kind, kinds(family))} "
+        names = kinds(family)
+        if family == ANY_FAMILY:
+            full = isinstance(kind, str) and "." in kind
+            names += [f"{of}.{name}" for of, name in _CLASSES if of != family and (full or name == kind)]
+        raise UnregisteredError(
+            f"there is no {family} kind {kind!r}{nearest(kind, names)} "
             f"(a {family} of your own: register its class and list its module under `imports:`)"
         )
     return found
@@ -93,11 +134,23 @@ def allow_imports(modules: Iterable[str]) -> None:
             raise ConfigError(f"got {name!r}; expected a module name such as 'my_project.nets'", path=path)
         try:
             importlib.import_module(name)
+            _IMPORTED.add(name)
         except ImportError as error:
             raise ConfigError(
                 f"the module '{name}' cannot be imported ({error}); install it, or start from the folder that holds it",
                 path=path,
             ) from error
+
+
+def allowed_function(name: str) -> Callable[..., Any] | None:
+    """Return the function `module.function` when it is defined in a module that `allow_imports` was given, else None.
+
+    What such a module itself imports (`from os import system`) is not reached.
+    """
+    module, _, attribute = name.rpartition(".")
+    found = getattr(sys.modules.get(module), attribute, None) if module in _IMPORTED else None
+    own = callable(found) and not isinstance(found, type) and getattr(found, "__module__", None) == module
+    return found if own else None
 
 
 class OneOf:
@@ -112,8 +165,7 @@ class OneOf:
 
     def target(self, value: object) -> type | None:
         """Return the class a mapping or bare kind would become, or None when it cannot be told."""
-        kind = value.get("kind") if isinstance(value, Mapping) else value
-        return _CLASSES.get((self.family, kind)) if isinstance(kind, str) else None
+        return _find(self.family, value.get("kind") if isinstance(value, Mapping) else value)
 
     def admit(self, value: Any) -> Any:
         """Return the member of the family that `value` stands for.

@@ -8,7 +8,9 @@ picks a registered class, and every problem of an object is told at once, in the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
@@ -29,7 +31,7 @@ from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.core.explain import explain
 from nnx_jax.core.hashing import content_hash
-from nnx_jax.core.registry import family_json_schema, is_family, kinds, lookup
+from nnx_jax.core.registry import ANY_FAMILY, family_json_schema, full_kind, is_family, kinds, lookup
 
 
 class _Environment:
@@ -40,6 +42,10 @@ class _Environment:
 
 
 ENVIRONMENT = _Environment()
+
+
+class Keywords(dict[str, Any]):
+    """What a Python call gave a constructor, told by its type from a mapping that may come from a file."""
 
 
 class FrozenDict(dict[Any, Any]):
@@ -97,7 +103,7 @@ class Spec(BaseModel):
             ConfigError: one error that lists every wrong field.
         """
         try:
-            self.__pydantic_validator__.validate_python(data, self_instance=self)
+            self.__pydantic_validator__.validate_python(Keywords(data), self_instance=self)
         except ValidationError as error:
             raise explain(type(self), data, error) from None
 
@@ -132,7 +138,7 @@ class Spec(BaseModel):
         if isinstance(value, str) and cls.family:
             value = {"kind": value}
         if not isinstance(value, Mapping):
-            raise PydanticCustomError("spec_type", "expected a mapping or a {name}", {"name": cls.__name__})
+            raise cls._stranger(value)
         if cls._is_family():
             return cls._member(value).__pydantic_validator__.validate_python(value)  # type: ignore[return-value]
         spec = handler(cls._normalised(value))
@@ -146,10 +152,15 @@ class Spec(BaseModel):
         return spec
 
     @classmethod
+    def _stranger(cls, value: Any) -> Exception:
+        """Return what to raise for a value that is neither an object of the class nor a mapping."""
+        return PydanticCustomError("spec_type", "expected a mapping or a {name}", {"name": cls.__name__})
+
+    @classmethod
     def _normalised(cls, value: Mapping[Any, Any]) -> dict[Any, Any]:
         data = dict(value)
         own = cls._own_kind()
-        if own and "kind" in data and data.pop("kind") != own:
+        if own and "kind" in data and data.pop("kind") not in (own, f"{cls.family}.{own}"):
             raise PydanticCustomError("kind", "{name} is of kind '{own}'", {"name": cls.__name__, "own": own})
         fields = cls.model_fields
         return {k: v if k in fields and fields[k].exclude else _plain(v) for k, v in data.items()}
@@ -171,6 +182,25 @@ class Spec(BaseModel):
         """Return the default of a field, PydanticUndefined when it must be given; it may depend on other fields."""
         return type(self).model_fields[name].get_default(call_default_factory=True)
 
+    @classmethod
+    @cache
+    def _open_fields(cls) -> frozenset[str]:
+        """Return the fields that take operators of any family, whose kinds are therefore written in full there."""
+        return frozenset(name for name, field in cls.model_fields.items() if _is_open(field.annotation))
+
+    def _written(self, name: str, value: Any, write: Callable[[Spec], Any]) -> Any:
+        """Return a field's value as JSON values, each specification in it as `write` gives it.
+
+        Raises:
+            ConfigError: naming the field, for what JSON cannot hold.
+        """
+        within = (lambda spec: named(spec, write(spec))) if name in self._open_fields() else write
+        try:
+            return _jsonable(value, within)
+        except TypeError as error:
+            place = f"{type(self).__name__}.{name}"
+            raise ConfigError(f"{error}; it can be used from Python only", path=place) from None
+
     def _is_default(self, name: str, field: FieldInfo) -> bool:
         value, default = getattr(self, name), self.default_of(name)
         if default is PydanticUndefined:
@@ -178,8 +208,8 @@ class Spec(BaseModel):
         if value is default or field.exclude:
             return value is default or (isinstance(value, (tuple, dict)) and not value and not default)
         try:
-            left, right = _jsonable(value), _jsonable(default)
-        except TypeError:
+            left, right = (self._written(name, side, lambda spec: spec.state()) for side in (value, default))
+        except ConfigError:
             return False
         return type(left) is type(right) and left == right
 
@@ -202,12 +232,21 @@ class Spec(BaseModel):
         for name, value in self.changed().items():
             if fields[name].exclude or (ENVIRONMENT in fields[name].metadata and not environment):
                 continue
-            try:
-                state[name] = _jsonable(value, environment)
-            except TypeError as error:
-                place = f"{type(self).__name__}.{name}"
-                raise ConfigError(f"{error}; it can be used from Python only", path=place) from None
+            state[name] = self._written(name, value, lambda spec: spec.state(environment=environment))
         return state
+
+    def get_config(self) -> dict[str, Any]:
+        """Return every field by name as plain JSON values, defaults and environment included, `kind` left out.
+
+        A specification inside is its own `get_config()` with its `kind`. For people and logs; `state()` is what is
+        stored and hashed.
+
+        Raises:
+            ConfigError: when a field holds something a file cannot (an array, a function).
+        """
+        fields = type(self).model_fields
+        within = lambda spec: named(spec, spec.get_config())  # noqa: E731
+        return {n: self._written(n, getattr(self, n), within) for n, field in fields.items() if not field.exclude}
 
     @classmethod
     def from_state(
@@ -316,18 +355,32 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _jsonable(value: Any, environment: bool = False) -> Any:
-    """Return `value` as JSON values.
+def _is_open(annotation: Any) -> bool:
+    """Return whether an annotation mentions a class that stands for operators of any family."""
+    if isinstance(annotation, type) and annotation.__dict__.get("family") == ANY_FAMILY:
+        return is_family(annotation)
+    return any(_is_open(part) for part in typing.get_args(annotation))
+
+
+def named(spec: Spec, written: Any) -> Any:
+    """Return what was `written` of a specification with its full kind (see `registry.full_kind`) in front."""
+    if not isinstance(written, dict) or "kind" in type(spec).model_fields:
+        return written
+    return {"kind": full_kind(type(spec)), **{key: value for key, value in written.items() if key != "kind"}}
+
+
+def _jsonable(value: Any, write: Callable[[Spec], Any]) -> Any:
+    """Return `value` as JSON values, each specification in it as `write` gives it.
 
     Raises:
         TypeError: for what JSON cannot hold.
     """
     if isinstance(value, Spec):
-        return value.state(environment=environment)
+        return write(value)
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item, environment) for key, item in value.items()}
+        return {str(key): _jsonable(item, write) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_jsonable(item, environment) for item in value]
+        return [_jsonable(item, write) for item in value]
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -335,5 +388,5 @@ def _jsonable(value: Any, environment: bool = False) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if callable(getattr(value, "state", None)):
-        return _jsonable(value.state(), environment)
+        return _jsonable(value.state(), write)
     raise TypeError(f"a {type(value).__name__} cannot be written in a configuration")
