@@ -11,11 +11,10 @@ import numpy as np
 
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.operator import Operator
-from nnx_jax.core.registry import lookup
+from nnx_jax.core.stateful import CarryState
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TrainerCarryState:
+class TrainerCarryState(CarryState):
     """The six fields of a training loop's state (founding document, decision D3), and what a resume needs besides.
 
     Attributes:
@@ -39,10 +38,6 @@ class TrainerCarryState:
     loop: str = ""
     host: Mapping[str, Any] | None = None
 
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values that `from_dict` gives an equal state of; arrays are safetensors bytes in base64.
 
@@ -61,7 +56,7 @@ class TrainerCarryState:
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], *, model: Operator | None = None) -> Self:
+    def from_dict(cls, values: Mapping[str, Any], *, model: Operator | None = None) -> Self:
         """Return the state that `to_dict` describes.
 
         Args:
@@ -72,12 +67,13 @@ class TrainerCarryState:
             ModelError: (a ValueError) the weights do not fit the operator.
         """
         names = [each.name for each in dataclasses.fields(cls)]
+        state = dict(values)
         if set(state) != set(names):
             odd = sorted(set(state) ^ set(names))
             raise ConfigError(f"a TrainerCarryState has {', '.join(names)}; {', '.join(odd)} is missing or unknown")
         stored = state["model"]
         if stored is not None:
-            template: Any = model if model is not None else _rebuilt(stored["state"])
+            template: Any = model if model is not None else Operator.from_state(stored["state"])
             stored = template.with_weights(base64.b64decode(stored["weights"]))
         return cls(
             model=stored,
@@ -98,11 +94,6 @@ class TrainerCarryState:
         return mine == theirs
 
     __hash__ = None  # type: ignore[assignment]  # its arrays have none
-
-
-def _rebuilt(state: Mapping[str, Any]) -> Operator:
-    member: Any = lookup("operator", state.get("kind"))
-    return member.from_state({name: value for name, value in state.items() if name != "kind"})
 
 
 def _text(model: Any) -> str:

@@ -1,0 +1,321 @@
+"""How a TrainingLoop trains by gradients: its settings become a run of the one loop, and the run its state."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx_jax.backends.base import Trained
+from nnx_jax.backends.carried import WEIGHT_NAMES, CarriedPoint
+from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.facts import Stopwatch, about, describe_sharding, peak_memory
+from nnx_jax.backends.optimizers import read_optimizer
+from nnx_jax.backends.tasks import Split, task_evaluation, task_objective
+from nnx_jax.core.errors import ConfigError, LeaseHeldError, NonFiniteError
+from nnx_jax.data.dataset import TrainingDataset
+from nnx_jax.engines.flax import WEIGHTS
+from nnx_jax.fit.call import TrainCall, given_parts
+from nnx_jax.loop import callbacks as own
+from nnx_jax.loop.context import TrainContext
+from nnx_jax.loop.progress import make_progress
+from nnx_jax.loop.step_callbacks import StepCallbacks
+from nnx_jax.model import NNModel
+from nnx_jax.params.data import NNDataParams
+from nnx_jax.params.model import NNModelParams
+from nnx_jax.params.run import RunSpec
+from nnx_jax.params.train import CheckpointParams, NNTrainParams
+from nnx_jax.runs.best import run_ids
+from nnx_jax.runs.layout import RunPaths
+from nnx_jax.runs.lease import live_owner
+from nnx_jax.runs.resume import ResumePoint, find_point, probe
+from nnx_jax.spmd.mesh import ShardingSpec
+
+POLICIES = {"raise": "fail", "skip": "skip", "stop": "fail"}
+"""`on_nonfinite` of a loop, and what the run does."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library's backend has of its own.
+
+    Attributes:
+        name: of the backend.
+        face: the NNModel of its framework.
+        packages: whose versions the artifact names.
+        take: (operator, what the data says of sizes) -> a module to train, the caller's own is never touched.
+        give: (the loop's operator, trained module, shape of one sample) -> the trained operator.
+        load: (module, arrays of a generation, where they are from) writes weights into a module.
+        split: takes a model apart for a compiled evaluation, see `tasks.Split`.
+    """
+
+    name: str
+    face: type[NNModel]
+    packages: Sequence[str]
+    take: Callable[[Any, Mapping[str, Any]], Any]
+    give: Callable[[Any, Any, tuple[int, ...] | None], Any]
+    load: Callable[[Any, Mapping[str, Any], str], None]
+    split: Split
+
+
+def train(loop: Any, state: TrainerCarryState | None, recipe: Recipe) -> Trained:
+    """Train as the loop says; see `TrainingLoop`.
+
+    Raises:
+        ConfigError, DataError, ModelError: (ValueErrors) before anything is compiled or written.
+        NonFiniteError: (a FloatingPointError) a loss or gradient is not finite and `on_nonfinite` is "raise".
+    """
+    with contextlib.ExitStack() as stack:
+        folder = loop.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
+        return _Stage(loop, state, recipe, folder).run()
+
+
+class _Last(own.Callback):
+    """Remembers the values a run ended with."""
+
+    distributed = "all"
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def on_train_end(self, ctx: TrainContext) -> None:
+        update = next((row for row in reversed(ctx.records) if row["kind"] == "update"), {})
+        found = {n.removeprefix("train_"): v for n, v in update.items() if n.startswith("train_") and v is not None}
+        self.values = {**found, **{n: v for n, v in ctx.values.items() if n.startswith("val_")}}
+
+
+class _Stage:
+    """One training of one loop: from an operator and a state to an operator and a state."""
+
+    def __init__(self, loop: Any, state: TrainerCarryState | None, recipe: Recipe, folder: str | Path) -> None:
+        self.loop, self.recipe, self.folder, self.before = loop, recipe, folder, state
+        self.watch = Stopwatch()
+        self.whole = state is not None and state.host is not None and self._takes_all(state)
+        held = None if state is None else state.model
+        self.op = loop.model_op if held is None else held
+        info = loop.dataset.info if isinstance(loop.dataset, TrainingDataset) else {}
+        self.shape = tuple(info["input_shape"]) if "input_shape" in info else None
+        self.optim, self.schedule, self.optimizer = read_optimizer(loop.optimizer_config, loop.accumulate)
+        self.model = recipe.face(
+            module=recipe.take(self.op, info), params=NNModelParams(metrics=loop.metrics), loss=loop.loss
+        )
+        self.last = _Last()
+        mine = [each for each in loop.callbacks if isinstance(each, own.Callback)]
+        self.steps = StepCallbacks(
+            loop,
+            [each for each in loop.callbacks if not isinstance(each, own.Callback)],
+            loop.metric_writer,
+            loop.log_every_n_steps,
+            self._shown,
+            steps_per_epoch=loop.steps_per_epoch,
+            read_every=loop.log_every_n_steps,
+        )
+        self.callbacks = [self.last, *mine, self.steps]
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Trained:
+        """Train, or find that there is nothing left to train."""
+        point, target = self._beginning()
+        done = 0 if point is None else point.step
+        if target <= done:
+            return self._nothing_left(point)
+        spec, call = self._spec(point, target - done), self._call(point)
+        try:
+            found = find_point(self.folder, self.model.train_spec(spec, call).id)
+            reason = self.steps.state.stop_reason
+        except NonFiniteError:
+            stands = self._newest()
+            if self.loop.on_nonfinite != "stop" or stands is None:
+                raise
+            found, reason = stands, "nonfinite"
+        return self._trained(found, self._final_operator(found, reason), reason, done)
+
+    def _beginning(self) -> tuple[Any, int]:
+        """(the moment to go on from, the update of that line to end at)."""
+        stored = self._stored()
+        if stored is not None:
+            return stored, self.loop.max_steps
+        if self.whole:
+            assert self.before is not None
+            point = CarriedPoint.of(self.before, self._weights())
+            return point, self.loop.max_steps + (0 if self._same(self.before) else point.step)
+        return None, self.loop.max_steps
+
+    def _stored(self) -> ResumePoint | None:
+        """The newest commit under the loop's own directory.
+
+        Raises:
+            LeaseHeldError: another process is writing there.
+        """
+        if self.loop.directory is None or not Path(self.folder).is_dir():
+            return None
+        paths = [RunPaths(self.folder, run_id) for run_id in run_ids(RunPaths(self.folder, "_").root)]
+        for each in paths:
+            if (owner := live_owner(each)) is not None:
+                told = f"run {each.run_id} in {each.root} is being written by {owner}; wait for it, or use another"
+                raise LeaseHeldError(f"{told} checkpoint_dir")
+        return self._newest()
+
+    def _newest(self) -> ResumePoint | None:
+        """The commit of furthest step under the directory."""
+        found = [run_id for run_id in run_ids(RunPaths(self.folder, "_").root) if probe(self.folder, run_id)]
+        points = [find_point(self.folder, run_id) for run_id in found]
+        return max(points, key=lambda point: point.step, default=None)
+
+    def _spec(self, point: Any, steps: int) -> RunSpec:
+        loop = self.loop
+        mesh, rules = _mesh_of(loop.sharding, self.model)
+        return RunSpec(
+            backend=self.recipe.face.framework.backend,
+            model=self.model.params,
+            data=self._data(),
+            train=NNTrainParams(
+                max_steps=steps,
+                seed=loop.seed,
+                optim=self.optim,
+                precision=loop.precision,
+                nonfinite=POLICIES[loop.on_nonfinite],
+                log_every_n_steps=loop.log_every_n_steps,
+                eval_every_n_steps=loop.eval_every_n_steps if loop.val_dataset is not None else None,
+                eval_every_n_epochs=None,
+                save_phase_checkpoints=False,
+                dispatch="eager" if loop.debug else "auto",
+                resume_from_run_id=point.run_id if isinstance(point, ResumePoint) else None,
+            ),
+            hooks=tuple(hook for hook in loop.hooks if getattr(hook, "family", "") == "hook"),
+            checkpoint=CheckpointParams(every_n_steps=loop.commit_every, every_n_epochs=None, keep=loop.keep),
+            mesh=mesh,
+            sharding=rules,
+            elastic=True,
+            given=given_parts(loop.task, None, loop.task),
+        )
+
+    def _data(self) -> NNDataParams:
+        loop = self.loop
+        return NNDataParams(
+            train=loop.dataset, val=loop.val_dataset, batch_size=loop.batch_size, tail="straddle", seed=loop.seed
+        )
+
+    def _call(self, point: Any) -> TrainCall:
+        loop = self.loop
+        return TrainCall(
+            progress=make_progress(loop.quiet),
+            callbacks=tuple(self.callbacks),
+            hooks=tuple(hook for hook in loop.hooks if getattr(hook, "family", "") != "hook"),
+            objective=None if loop.task is None else task_objective(loop.task),
+            eval_step_fn=None if loop.task is None else task_evaluation(loop.task, loop.seed, self.recipe.split),
+            runs_dir=self.folder,
+            distributed=loop.distributed,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            start=point if isinstance(point, CarriedPoint) else None,
+        )
+
+    # -- its end -----------------------------------------------------------------------------------------------
+
+    def _shown(self, ctx: TrainContext) -> Any:
+        """The operator with the weights of this moment."""
+        return self.recipe.give(self.op, ctx.sync(), self.shape)
+
+    def _final_operator(self, point: ResumePoint, reason: str | None) -> Any:
+        """The operator that the last callback saw; of the last commit where the run broke off."""
+        if reason == "nonfinite":
+            return self._operator_of(point)
+        found = self.steps.state.model
+        return found if found is not None else self.recipe.give(self.op, self.model.net, self.shape)
+
+    def _operator_of(self, point: Any) -> Any:
+        module = self.recipe.take(self.op, {})
+        self.recipe.load(module, point.load_all(), point.run_id)
+        return self.recipe.give(self.op, module, self.shape)
+
+    def _nothing_left(self, point: Any) -> Trained:
+        """The run is as long as it was to be: callbacks begin and end, nothing is trained."""
+        operator = self._operator_of(point)
+        ctx = TrainContext(point.run_id, self.model, point.epoch, point.step)
+        ctx.sync = lambda: operator.module
+        callbacks = own.CallbackList(self.callbacks)
+        error: BaseException | None = None
+        try:
+            callbacks.train_begin(ctx)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            callbacks.train_end(ctx, error)
+        return self._trained(point, operator, None, point.step)
+
+    def _trained(self, point: Any, operator: Any, reason: str | None, done: int) -> Trained:
+        loop, before = self.loop, self.before
+        stages = 0 if before is None or (self.whole and self._same(before)) else before.step
+        arrays = point.load_all()
+        left = {name: np.asarray(array) for name, array in arrays.items() if not name.startswith(WEIGHTS)}
+        metrics = dict(self.steps.state.metrics) | self.last.values
+        offset = stages - (before.step if before is not None and self.whole and not self._same(before) else 0)
+        epoch = 0 if loop.steps_per_epoch is None else point.step // loop.steps_per_epoch
+        state = TrainerCarryState(
+            model=operator,
+            opt_state=left,
+            step=point.step + offset,
+            epoch=epoch,
+            metrics=metrics,
+            rng=left.get("rng"),
+            loop=loop.identity(),
+            host={**point.host, WEIGHT_NAMES: sorted(name for name in arrays if name.startswith(WEIGHTS))},
+        )
+        rows = (point.step - done) * loop.batch_size * loop.accumulate
+        info = {
+            **about(self.recipe.name, self.recipe.packages),
+            **self.watch.facts(rows),
+            **peak_memory(),
+            "final_step": point.step,
+            "final_metrics": {name: value if np.isfinite(value) else None for name, value in metrics.items()},
+            "sharding": describe_sharding(loop.sharding),
+            "stop_reason": reason,
+            "seed": loop.seed,
+            "run_id": point.run_id if loop.directory is not None else None,
+        }
+        return Trained(operator, state, info)
+
+    # -- states ------------------------------------------------------------------------------------------------
+
+    def _same(self, state: TrainerCarryState) -> bool:
+        """This loop, perhaps with another length, left the state."""
+        return state.loop == self.loop.identity()
+
+    def _takes_all(self, state: TrainerCarryState) -> bool:
+        return self.loop.resume == "full" or (self.loop.resume == "auto" and self._same(state))
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        """Weights and statistics of the operator that goes on, by name."""
+        return dict(self.recipe.face.framework.weights(self.model.net))
+
+
+def _mesh_of(sharding: Any, model: NNModel) -> tuple[dict[str, int], dict[str, Any]]:
+    """(mesh, rules) of a configuration for a ShardingSpec, or for a mesh's sizes by axis.
+
+    Raises:
+        ConfigError: (a ValueError) the spec's mesh is of other devices than a run's would be.
+    """
+    if sharding is None:
+        return {}, {}
+    if isinstance(sharding, Mapping):
+        return dict(sharding), {}
+    assert isinstance(sharding, ShardingSpec)
+    mesh = {str(name): int(size) for name, size in sharding.mesh.shape.items()}
+    if set(sharding.mesh.devices.flat) != set(jax.devices()[: sharding.mesh.size]):
+        told = f"its mesh is of {[str(d) for d in sharding.mesh.devices.flat]}; use the first devices of jax.devices()"
+        raise ConfigError(told, path="sharding.mesh")
+    rules: dict[str, Any] = {pattern: tuple(axes) for pattern, axes in sharding.rules}
+    if sharding.model_pspec:
+        for name, value in model.framework.parameters(model.net).items():
+            if np.ndim(value) == len(sharding.model_pspec) and name not in rules:
+                rules[name] = tuple(sharding.model_pspec)
+    return mesh, rules
