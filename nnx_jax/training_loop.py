@@ -309,9 +309,8 @@ def _check_types(fields: Mapping[str, Any]) -> None:
         raise TypeError(f"TrainingLoop.sharding is {type(sharding).__name__}; give a ShardingSpec, or devices by axis")
     task, backend = fields.get("task"), fields.get("backend", "nnx")
     if task is not None and backend in GRADIENT and not callable(getattr(task, "loss_fn", None)):
-        raise TypeError(
-            f"TrainingLoop.task is {type(task).__name__}; a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
-        )
+        told = "a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
+        raise TypeError(f"TrainingLoop.task is {type(task).__name__}; {told}")
 
 
 def _parts(sharding: Any) -> int | None:

@@ -68,6 +68,6 @@ def describe_sharding(sharding: Any) -> dict[str, Any] | None:
     }
 
 
-def _note(event: str, seconds: float, **_: Any) -> None:
+def _note(event: str, duration_secs: float, **kwargs: Any) -> None:
     if event == _COMPILE:
-        _seconds[0] += seconds
+        _seconds[0] += duration_secs

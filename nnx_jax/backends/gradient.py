@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ from nnx_jax.runs.lease import live_owner
 from nnx_jax.runs.resume import ResumePoint, find_point, probe
 from nnx_jax.spmd.mesh import ShardingSpec
 
-POLICIES = {"raise": "fail", "skip": "skip", "stop": "fail"}
+POLICIES: Mapping[str, Literal["fail", "skip"]] = {"raise": "fail", "skip": "skip", "stop": "fail"}
 """`on_nonfinite` of a loop, and what the run does."""
 
 
