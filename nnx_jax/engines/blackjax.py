@@ -1,0 +1,542 @@
+"""The BlackJAX engine: the chains of one sampler under the loop, a step being one draw of every chain.
+
+Draws are made in blocks by one compiled program, whatever the number of draws in a block, so that draws do not depend
+on how the loop cuts them. The key of draw i is `fold_in(run key, i)`; nothing depends on who logs or commits when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_jax.core.errors import ModelError, NonFiniteError, ResumePointError
+from nnx_jax.engines.blackjax_samplers import Sampler
+from nnx_jax.engines.blackjax_task import named_leaves
+from nnx_jax.engines.chains import Posterior
+from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
+from nnx_jax.loop.records import history_columns
+from nnx_jax.params.run import RunSpec
+
+BLOCK = 256
+"""Most draws in one call of the device."""
+BLOCK_BYTES = 64 * 1024**2
+"""Most bytes that the draws of one call, or its minibatches, may take; one draw may take more."""
+
+_START, _WARMUP, _DRAWS, _ENSEMBLE = range(4)
+"""What a key is for, folded into the run key first."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Drawn:
+    """Draws on the host: positions by name [n, chains, ...] and what was measured of each, [n, chains]."""
+
+    positions: dict[str, np.ndarray]
+    stats: dict[str, np.ndarray]
+    grad_norm: np.ndarray
+
+
+@dataclass
+class Pending:
+    """A block on its way from the device: its first draw, how many were asked for, and how many there are."""
+
+    first: int
+    count: int
+    done: Any
+    moves: Any
+
+
+@dataclass
+class ChainState:
+    """Where the chains stand, and every draw so far.
+
+    Attributes:
+        kernel: the sampler's state, device arrays; None before the warmup.
+        params: what the warmup found.
+        drawn: draws handed to the device so far.
+        blocks: draws on the host, oldest first.
+        read: draws of them that were read as records.
+        pending: the last block handed to the device.
+        alive: device bool, every draw so far was finite.
+        failure: of a draw that was not, until it is read.
+    """
+
+    kernel: Any = None
+    params: Any = None
+    drawn: int = 0
+    blocks: list[Drawn] = field(default_factory=list)
+    read: int = 0
+    pending: Pending | None = None
+    alive: Any = True
+    failure: Exception | None = None
+
+
+class BlackjaxEngine:
+    """The chains of one sampler.
+
+    Args:
+        spec: the run's configuration; seed and dispatch are taken from it.
+        sampler: what moves the chains.
+        n_batches: draws of one epoch.
+        feed: minibatches, for a sampler that takes them; else None.
+
+    Raises:
+        ModelError: the log density is not finite where a chain starts.
+    """
+
+    accumulate = 1
+    carries = False
+    in_place = False
+    owns_windows = True
+    never_updates = False
+    wrote = False
+    eval_step = None
+
+    def __init__(self, spec: RunSpec, sampler: Sampler, n_batches: int, feed: Any = None) -> None:
+        self.spec, self.sampler, self.n_batches, self.feed = spec, sampler, n_batches, feed
+        self.task, self.target = sampler.task, sampler.target
+        self.metric_names, self.score_names = sampler.metrics, ()
+        self.feeds: dict[str, Any] = {}
+        self.watched: tuple[str, ...] = ()
+        self.key = jax.random.key(spec.training.seed)
+        self.posterior = Posterior({})
+        """Every draw, as of the last `trained`."""
+        self._batches: tuple[int, int, Any] | None = None
+
+    # -- the protocol: running ---------------------------------------------------------------------------------
+
+    def batch_count(self, state: ChainState) -> int:
+        """Draws handed over so far."""
+        return state.drawn
+
+    def open_batches(self, state: ChainState) -> int:
+        """No window is ever open: every draw is one."""
+        return 0
+
+    def start(self) -> ChainState:
+        """Chains that have not begun; the warmup runs before the first draw, where no stored state takes its place."""
+        return ChainState()
+
+    def run_span(self, state: ChainState, span: Span, poll: Poll) -> tuple[ChainState, int]:
+        """Draw in blocks of a bounded size; `poll` is asked between them."""
+        self._begin(state)
+        most = 1 if self.spec.training.dispatch == "step" else self.block
+        done = 0
+        while done < span.n_batches:
+            count = min(most, span.n_batches - done)
+            batches = self._stacked(span.epoch, span.first_batch + done, count)
+            self._draw(state, count, batches)
+            done += count
+            if poll(done):
+                break
+        return state, done
+
+    def _begin(self, state: ChainState) -> None:
+        """Place the chains and run the warmup, once.
+
+        Raises:
+            ModelError: a chain starts where the log density is not finite.
+        """
+        if state.kernel is not None:
+            return
+        values, kernel, params = self._started(self.positions, self.target.data)
+        if not np.all(np.isfinite(values)):
+            bad = np.flatnonzero(~np.isfinite(np.asarray(values))).tolist()
+            raise ModelError(
+                f"the log density is not finite where chains {bad} of {self.sampler.width} start "
+                f"(got {np.asarray(values)[bad[0]]}); give another init_position or init_fn"
+            )
+        state.kernel, state.params = kernel, params
+        if self.feed is not None and self.sampler.warmup:
+            state.kernel = self._burned(state)
+
+    def _burned(self, state: ChainState) -> Any:
+        """The kernel state after the warmup of a minibatch sampler: steps like any other, thrown away."""
+        kernel, alive, done, per_epoch = state.kernel, True, 0, self.n_batches
+        key = jax.random.fold_in(self.key, _WARMUP)
+        while done < self.sampler.warmup:
+            epoch, first = divmod(done, per_epoch)
+            count = min(self.block, self.sampler.warmup - done, per_epoch - first)
+            batches = self._stacked(epoch, first, count)
+            kernel, alive, made, _ = self._block(
+                kernel, state.params, key, done, count, alive, self.target.data, batches
+            )
+            if int(made) < count:
+                raise self._not_finite(f"warmup step {done + int(made)}")
+            done += count
+        self._batches = None
+        return kernel
+
+    def _draw(self, state: ChainState, count: int, batches: Any) -> None:
+        """Hand one block to the device, then fetch the one before, so that the device never waits."""
+        key = jax.random.fold_in(self.key, _DRAWS)
+        before = state.pending
+        state.kernel, state.alive, done, moves = self._block(
+            state.kernel, state.params, key, state.drawn, count, state.alive, self.target.data, batches
+        )
+        state.pending = Pending(state.drawn, count, done, moves)
+        state.drawn += count
+        if before is not None:
+            self._fetch(state, before)
+
+    def _fetch(self, state: ChainState, block: Pending) -> None:
+        """Bring a block to the host; a draw that is not finite ends it, and every later one is of no draws."""
+        done = int(block.done)
+        if done:
+            whole = jax.device_get(block.moves)
+            cut = jax.tree.map(lambda leaf: np.array(leaf[:done]), whole)
+            stats = {"logdensity": cut.logdensity, **cut.measured}
+            positions = {} if self.sampler.particles else named_leaves(cut.position)
+            state.blocks.append(Drawn(positions, stats, cut.grad_norm))
+        if done < block.count and state.failure is None:
+            state.failure = self._not_finite(f"draw {block.first + done}")
+
+    def _not_finite(self, where: str) -> NonFiniteError:
+        sampler, step = self.task.sampler, self.sampler.step_size
+        return NonFiniteError(
+            f"{where} of {sampler} is not finite in some chain; the chains are as before it. Lower step_size "
+            f"({step:g}), or look at the log density's gradient"
+        )
+
+    def _settle(self, state: ChainState) -> None:
+        """Have every draw on the host."""
+        pending, state.pending = state.pending, None
+        if pending is not None:
+            self._fetch(state, pending)
+        if state.failure is not None:
+            state.drawn, state.alive = _length(state.blocks), True
+
+    # -- the protocol: records ---------------------------------------------------------------------------------
+
+    def read_records(self, state: ChainState) -> tuple[list[Records], Exception | None]:
+        """Records since the last call, one a draw; with the error where a draw was not finite."""
+        self._settle(state)
+        records, first = [], 0
+        rate = float(self.sampler.rate(state.params)) if state.read < _length(state.blocks) else 0.0
+        for block in state.blocks:
+            end = first + len(block.grad_norm)
+            if end > state.read:
+                records.append(self._records(_cut(block, max(state.read - first, 0)), max(first, state.read), rate))
+            first = end
+        state.read = first
+        failure, state.failure = state.failure, None
+        return records, failure
+
+    def _records(self, block: Drawn, first: int, rate: float) -> Records:
+        count = len(block.grad_norm)
+        batch = first + np.arange(count)
+        values = {"loss": -block.stats["logdensity"].astype(np.float64)}
+        values |= {name: block.stats[name].astype(np.float64) for name in self.metric_names}
+        totals = {name: array.sum(axis=1) for name, array in values.items()}
+        counts = {name: np.full(count, float(array.shape[1])) for name, array in values.items()}
+        sums = {name: np.stack([totals[name], counts[name]], axis=1) for name in self.metric_names}
+        sums["loss"] = np.stack([*totals.values(), *counts.values()], axis=1)  # what single updates tell, see `losses`
+        return Records(
+            batch=batch,
+            step=batch + 1,
+            loss=totals["loss"] / counts["loss"],
+            rate=np.full(count, rate),
+            grad_norm=block.grad_norm.astype(np.float64),
+            closed=np.ones(count, bool),
+            committed=np.ones(count, bool),
+            sums=sums,
+        )
+
+    def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Means over draws and chains."""
+        found = {"loss": self.losses(sums["loss"])[0]}
+        return found | {name: float(sums[name][0] / sums[name][1]) for name in self.metric_names}
+
+    def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:
+        """Negative log density, and the sampler's own values: means over chains."""
+        half = len(sums) // 2
+        loss, *measured = (float(top / bottom) for top, bottom in zip(sums[:half], sums[half:], strict=True))
+        return loss, dict(zip(self.metric_names, measured, strict=True))
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the history."""
+        return history_columns(self.metric_names)
+
+    def evaluate(self, state: ChainState, split: str) -> Evaluation | None:
+        """A sampler has no validation: its draws are judged by `facts` and diagnostics, not by held-out rows."""
+        return None
+
+    def set_rate(self, state: ChainState, rate: Any) -> ChainState:
+        """No schedule moves a sampler's step size."""
+        return state
+
+    # -- the protocol: storing ---------------------------------------------------------------------------------
+
+    def snapshot(self, state: ChainState, epoch: int, batch: int) -> Snapshot:
+        """Kernel states, adapted parameters and every draw so far, by name."""
+        self._begin(state)
+        self._settle(state)
+        arrays = _flat("kernel", state.kernel) | _flat("params", state.params)
+        return Snapshot(arrays | self._held(state), {"epoch": epoch, "next": batch}, self.topology)
+
+    def _held(self, state: ChainState) -> dict[str, np.ndarray]:
+        """Every draw so far by name, in one array each; none before the first."""
+        if not state.blocks:
+            return {}
+        if len(state.blocks) > 1:
+            state.blocks = [_joined(state.blocks)]
+        whole = state.blocks[0]
+        held = {f"draws/{name}": array for name, array in whole.positions.items()}
+        held |= {f"stats/{name}": array for name, array in whole.stats.items()}
+        return held | {"stats/grad_norm": whole.grad_norm}
+
+    @cached_property
+    def topology(self) -> dict[str, Any]:
+        """Plain description of what a stored state fits."""
+        return {
+            "engine": "blackjax",
+            "net": None,
+            "optimizer": {"kind": self.task.sampler},
+            "sampler": {
+                "name": self.task.sampler,
+                "width": self.sampler.width,
+                "warmup": self.sampler.warmup,
+                "step_size": self.sampler.step_size,
+            },
+            "precision": self.spec.precision,
+            "data": None if self.feed is None else self.feed.descriptor(),
+        }
+
+    def abstract(self, state: ChainState, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Shape and dtype of every array of a snapshot; with as many draws as `stored` has, else as this state has."""
+        _, kernel, params = self._shapes
+        found = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _flat("kernel", kernel).items()}
+        found |= {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _flat("params", params).items()}
+        count = state.drawn
+        if stored is not None:
+            count = stored["stats/grad_norm"].shape[0] if "stats/grad_norm" in stored else 0
+        if not count:
+            return found
+        move = self._move
+        draws = {} if self.sampler.particles else named_leaves(move.position)
+        parts = {f"draws/{name}": leaf for name, leaf in draws.items()}
+        measured = {"logdensity": move.logdensity, **move.measured, "grad_norm": move.grad_norm}
+        parts |= {f"stats/{name}": leaf for name, leaf in measured.items()}
+        return found | {name: ((count, *leaf.shape), str(leaf.dtype)) for name, leaf in parts.items()}
+
+    def restore(self, state: ChainState, arrays: Mapping[str, Any], *, weights_only: bool = False) -> ChainState:
+        """The stored chains, exactly, with every draw.
+
+        Raises:
+            ResumePointError: a name, shape or dtype differs; nothing is changed.
+        """
+        wanted = self.abstract(state, arrays)
+        given = {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
+        if given != wanted:
+            odd = next(n for n in (*wanted, *given) if wanted.get(n) != given.get(n))
+            raise ResumePointError(
+                f"the checkpoint does not fit this run: {odd} is {given.get(odd)} there, {wanted.get(odd)} here"
+            )
+        _, kernel, params = self._shapes
+        found = ChainState(_filled("kernel", kernel, arrays), _filled("params", params, arrays))
+        stats = {name.removeprefix("stats/"): np.asarray(a) for name, a in arrays.items() if name.startswith("stats/")}
+        if stats:
+            draws = {n.removeprefix("draws/"): np.asarray(a) for n, a in arrays.items() if n.startswith("draws/")}
+            found.blocks = [Drawn(draws, stats, stats.pop("grad_norm"))]
+        found.drawn = found.read = _length(found.blocks)
+        return found
+
+    # -- the protocol: the result ------------------------------------------------------------------------------
+
+    def trained(self, state: ChainState) -> Posterior:
+        """Every draw so far; positions are mapped back to each site's support."""
+        self._settle(state)
+        positions, sampler = self._positions(state), self.sampler
+        values = {} if positions is None else named_leaves(self._constrained(positions))
+        self.posterior = Posterior(
+            {name: np.asarray(array) for name, array in values.items()},
+            positions,
+            _joined(state.blocks).stats if state.blocks else {},
+            {} if state.kernel is None else sampler.facts(state.kernel, state.params),
+            not sampler.particles,
+        )
+        return self.posterior
+
+    def _positions(self, state: ChainState) -> Any:
+        """Positions [chains, draws, ...] as the pytree they are; None before there is one."""
+        if self.sampler.particles:
+            if state.kernel is None:
+                return None
+            particles = self.sampler.ensemble(jax.random.fold_in(self.key, _ENSEMBLE), state.kernel)
+            return jax.tree.map(lambda leaf: np.asarray(leaf)[None], particles)
+        if not state.blocks:
+            return None
+        held = self._held(state)
+        tree = jax.tree.structure(self._move.position)
+        names = named_leaves(self._move.position)
+        return jax.tree.unflatten(tree, [np.swapaxes(held[f"draws/{name}"], 0, 1) for name in names])
+
+    @cached_property
+    def _constrained(self) -> Any:
+        return jax.jit(jax.vmap(jax.vmap(self.target.constrain)))
+
+    def undo(self) -> None:
+        """Nothing outside was changed."""
+
+    def weights(self, model: Any) -> Mapping[str, Any]:
+        """A sampler's model has no topology of its own to store."""
+        return {}
+
+    def absorb(self, state: ChainState) -> ChainState:
+        """Draws are not changed by callbacks."""
+        return state
+
+    def bind(self, state: ChainState) -> None:
+        """No hook has a slot in a sampler's state."""
+
+    def hook_name(self, number: int) -> str:
+        """No hook vetoes a draw."""
+        raise ValueError(f"no update hook takes part in sampling, asked for number {number}")
+
+    def batch(self, epoch: int, place: int) -> Any:
+        """What is drawn from is not shown."""
+        return None
+
+    def look(self, state: ChainState, name: str) -> Any:
+        """The draws so far, as "posterior"; nothing else."""
+        return self.trained(state) if name == "posterior" else None
+
+    def parts(self) -> dict[str, Any]:
+        """A sampler has neither optimizers nor schedules."""
+        return {"optimizers": [], "lr_schedulers": []}
+
+    # -- programs ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def positions(self) -> Any:
+        """Where the chains start, [chains, ...]."""
+        return self.target.initial(jax.random.fold_in(self.key, _START), self.sampler.width)
+
+    @cached_property
+    def _started(self) -> Any:
+        key = jax.random.fold_in(self.key, _WARMUP)
+
+        def started(positions: Any, data: Any) -> Any:
+            kernel, params = self.sampler.start(key, positions, data)
+            values = jnp.zeros(self.sampler.width)
+            if self.feed is None:
+                values = jax.vmap(lambda position: self.target.logdensity(position, data))(positions)
+            return jax.tree.map(_strong, (values, kernel, params))
+
+        return jax.jit(started)
+
+    @cached_property
+    def _shapes(self) -> Any:
+        """Log densities, kernel states and parameters as shapes."""
+        return jax.eval_shape(self._started, self.positions, self.target.data)
+
+    @cached_property
+    def _move(self) -> Any:
+        """One step of all chains as shapes."""
+        _, kernel, params = self._shapes
+        batch = None
+        if self.feed is not None:
+            batch = {n: jax.ShapeDtypeStruct(c.shape, c.dtype) for n, c in self.feed.signature().items()}
+        step = lambda k, p, b: self.sampler.step(self.key, k, p, self.target.data, b)[1]  # noqa: E731
+        return jax.eval_shape(step, kernel, params, batch)
+
+    @cached_property
+    def block(self) -> int:
+        """Most draws of one call: as many as fit the memory set aside, with their minibatches."""
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._move)]
+        if self.feed is not None:
+            sizes += [int(np.prod(c.shape)) * c.dtype.itemsize for c in self.feed.signature().values()]
+        return max(1, min(BLOCK, BLOCK_BYTES // max(sum(sizes), 1)))
+
+    @cached_property
+    def _block(self) -> Any:
+        """(kernel, params, key, first, count, alive, data, batches) -> (kernel, alive, draws made, moves [block, ...]).
+
+        One program for every count, so that a draw has the same bits however the loop cuts them into calls.
+        """
+        size, sampler, like = self.block, self.sampler, self._move
+
+        def block(kernel: Any, params: Any, key: Any, first: Any, count: Any, alive: Any, data: Any, batches: Any):
+            held = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), like)
+
+            def going(carry: Any) -> Any:
+                place, _, alive, _ = carry
+                return (place < count) & alive
+
+            def draw(carry: Any) -> Any:
+                place, kernel, _, held = carry
+                batch = jax.tree.map(lambda column: column[place], batches)
+                moved, move = sampler.step(jax.random.fold_in(key, first + place), kernel, params, data, batch)
+                fine = _finite(move.position)
+                kernel = jax.tree.map(lambda new, old: jnp.where(fine, new, old), moved, kernel)
+                held = jax.tree.map(lambda rows, row: rows.at[place].set(row), held, move)
+                return place + fine, kernel, fine, held
+
+            carry = (jnp.zeros((), jnp.int32), kernel, jnp.asarray(alive), held)
+            place, kernel, alive, held = jax.lax.while_loop(going, draw, carry)
+            return jax.tree.map(_strong, kernel), alive, place, held
+
+        return jax.jit(block)
+
+    def _stacked(self, epoch: int, first: int, count: int) -> Any:
+        """Minibatches of the next draws, columns [block, rows, ...]; None where none are taken."""
+        if self.feed is None:
+            return None
+        if self._batches is None or self._batches[:2] != (epoch, first):
+            self._batches = (epoch, first, self.feed.batches(epoch, first))
+        iterator = self._batches[2]
+        batches = [next(iterator) for _ in range(count)]
+        self._batches = (epoch, first + count, iterator)
+        if not self.target.weighs_rows and any((batch["mask"] != 1).any() for batch in batches):
+            raise ModelError(
+                "a batch has rows of weight 0, which the estimate of this log density cannot leave out; give batches "
+                "of equal size"
+            )
+        found = {}
+        for name in batches[0]:
+            column = np.stack([batch[name] for batch in batches])
+            found[name] = np.zeros((self.block, *column.shape[1:]), column.dtype)
+            found[name][:count] = column
+        return found
+
+
+def _finite(tree: Any) -> Any:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _strong(leaf: Any) -> Any:
+    """An array whose dtype is its own, as a stored one's is: a weak one would be another program's input."""
+    return jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def _length(blocks: Sequence[Drawn]) -> int:
+    return sum(len(block.grad_norm) for block in blocks)
+
+
+def _joined(blocks: Sequence[Drawn]) -> Drawn:
+    if len(blocks) == 1:
+        return blocks[0]
+    positions = {n: np.concatenate([b.positions[n] for b in blocks]) for n in blocks[0].positions}
+    stats = {n: np.concatenate([b.stats[n] for b in blocks]) for n in blocks[0].stats}
+    return Drawn(positions, stats, np.concatenate([b.grad_norm for b in blocks]))
+
+
+def _cut(block: Drawn, first: int) -> Drawn:
+    """The draws from number `first` on."""
+    return jax.tree.map(lambda array: array[first:], block)
+
+
+def _flat(prefix: str, tree: Any) -> dict[str, Any]:
+    return {f"{prefix}/{name}": leaf for name, leaf in named_leaves(tree).items()}
+
+
+def _filled(prefix: str, like: Any, arrays: Mapping[str, Any]) -> Any:
+    """A pytree like this with the stored arrays."""
+    leaves = [jnp.asarray(arrays[name]) for name in _flat(prefix, like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
