@@ -76,9 +76,9 @@ class Operator(Spec):
         """Return the flat Sequential of both.
 
         Raises:
-            OperatorTypeError: (a TypeError) `other` is no operator, or one that cannot stand there.
+            OperatorTypeError: (a TypeError) `other` is a function, a class, or an operator that cannot stand there.
         """
-        if not isinstance(other, Operator | type) and hasattr(type(other), "__ror__"):
+        if not callable(other):
             return NotImplemented
         return Sequential([*_elements(self), *_elements(other)])
 
@@ -100,7 +100,7 @@ class Operator(Spec):
     def _member(cls, data: Mapping[str, Any]) -> type[Self]:
         found = super()._member(data)
         if not issubclass(found, cls):
-            raise ConfigError(f"the kind {data['kind']!r} is a {found.__name__}, which is no {cls.__name__}")
+            raise ConfigError(f"the kind {data['kind']!r} is {_a(found.__name__)}, which is no {cls.__name__}")
         return found
 
     @classmethod
@@ -111,7 +111,7 @@ class Operator(Spec):
 
     @classmethod
     def _stranger(cls, value: Any) -> Exception:
-        return OperatorTypeError(f"got {_told(value)}; expected a {cls.__name__}{_advice(value)}")
+        return OperatorTypeError(f"got {_told(value)}; expected {_a(cls.__name__)}{_advice(value)}")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -146,11 +146,13 @@ class Sequential(Operator):
             raise OperatorTypeError(f"a Sequential takes a list: Sequential([{type(operators).__name__}(...), ...])")
         super().__init__(**({"operators": tuple(operators)} | data))
 
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # errors of a document keep their path
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Every operator must be callable, and a terminal one last."""
         yield from super().problems()
         for index, operator in enumerate(self.operators):
-            place = f"operators[{index}], a {type(operator).__name__},"
+            place = f"operators[{index}], {_a(type(operator).__name__)},"
             if operator.never_called:
                 raise OperatorTypeError(f"{place} cannot stand in a sequence: {operator.never_called}")
             if operator.is_terminal and index < len(self.operators) - 1:
@@ -279,7 +281,11 @@ def _told(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return f"{value!r:.80} ({type(value).__name__})"
     name = getattr(value, "__qualname__", "")
-    return f"the {type(value).__name__} {name}" if name else f"a {type(value).__name__}"
+    return f"the {type(value).__name__} {name}" if name else _a(type(value).__name__)
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
 def _advice(value: Any) -> str:

@@ -100,6 +100,13 @@ def _find(family: str, kind: object) -> type | None:
     return _CLASSES.get((of or family, name)) if of in ("", family) or family == ANY_FAMILY else None
 
 
+def _near(family: str, kind: object) -> str:
+    elsewhere = [key for key in _CLASSES if key[0] != family] if family == ANY_FAMILY and isinstance(kind, str) else []
+    if same := sorted(f"{of}.{name}" for of, name in elsewhere if name == kind):
+        return f"; write it in full, with its family: {' or '.join(same)}"
+    return nearest(kind, [*kinds(family), *(f"{of}.{name}" for of, name in elsewhere if "." in str(kind))])
+
+
 def lookup(family: str, kind: object) -> type:
     """Return the class registered for (family, kind); a full kind is found from its own family and from ANY_FAMILY.
 
@@ -109,13 +116,9 @@ def lookup(family: str, kind: object) -> type:
     """
     found = _find(family, kind)
     if found is None:
-        names = kinds(family)
-        if family == ANY_FAMILY:
-            full = isinstance(kind, str) and "." in kind
-            names += [f"{of}.{name}" for of, name in _CLASSES if of != family and (full or name == kind)]
         raise UnregisteredError(
-            f"there is no {family} kind {kind!r}{nearest(kind, names)} "
-            f"(a {family} of your own: register its class and list its module under `imports:`)"
+            f"there is no {family} kind {kind!r}{_near(family, kind)} "
+            f"({family} classes of your own: register them and list their module under `imports:`)"
         )
     return found
 

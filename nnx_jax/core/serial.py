@@ -9,7 +9,8 @@ A document holds `kind` and the fields that are not at their default, operators 
     - kind: loss.mse
 
 Loading runs no code of the document's choice: a kind is looked up among the classes that this process has registered,
-nothing is imported, and YAML tags are refused. So every load is a sandbox; `unregister` narrows it.
+nothing is imported, and YAML tags are refused. So every load is a sandbox; `unregister` narrows it. The classes that
+a document needs are registered by importing their modules first, or by `imports=`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import nnx_jax.core.function  # noqa: F401  # registers the kind `function`
 from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError, OperatorTypeError
 from nnx_jax.core.operator import Operator

@@ -1,5 +1,6 @@
 """Operators that keep no state themselves: they are given it, and give the next one back.
 
+    @dataclasses.dataclass(frozen=True)
     class RunningSum(CarryState):
         total: float = 0.0
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -27,13 +28,12 @@ from nnx_jax.core.errors import ConfigError, nearest
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import ANY_FAMILY
 
-_WAITING: list[type] = []  # classes made before jax was imported
+_WAITING: list[type] = []  # classes that jax does not know yet
 
 
-@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field,))
 @dataclasses.dataclass(frozen=True, eq=False)
 class CarryState:
-    """Base of states: a subclass becomes a frozen dataclass by itself, with its annotated names as fields.
+    """Base of states; a subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True)`).
 
     Every field is part of the pytree, by its name; `dataclasses.field(metadata={"static": True})` makes one a constant
     of the compiled program (it must be hashable then). Constructors must accept whatever JAX puts into a pytree, so
@@ -41,17 +41,21 @@ class CarryState:
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class a dataclass and, when jax is there, a pytree."""
+        """Keep this equality through the decorator, which leaves alone what the class itself has."""
         super().__init_subclass__(**kwargs)
-        for name in ("__eq__", "__hash__"):  # so that @dataclass on top of the class leaves them alone
+        for name in ("__eq__", "__hash__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(cls, name))
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
         _WAITING.append(cls)
-        register_pytrees()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make sure that jax, if it has been imported in the meantime, knows the class."""
+        """Make sure that the class is complete and that jax, where it has been imported, knows it.
+
+        Raises:
+            TypeError: the class is no frozen dataclass.
+        """
+        if not (_is_decorated(cls) and cls.__dict__["__dataclass_params__"].frozen):
+            raise TypeError(f"put @dataclasses.dataclass(frozen=True) on top of {cls.__name__}, a CarryState")
         register_pytrees()
         return super().__new__(cls)
 
@@ -105,14 +109,19 @@ class CarryState:
 def register_pytrees() -> None:
     """Make a pytree of every CarryState class so far, if jax is imported; it is not imported for that.
 
-    Defining a class and making a state do so too. Call this where states that were made before jax was imported are
-    first given to it.
+    Making a state does so too. Call this where states that were made before jax was imported are first given to it.
     """
-    if _WAITING and "jax" in sys.modules:
+    ready = [cls for cls in _WAITING if _is_decorated(cls)] if "jax" in sys.modules else []
+    if ready:
         from jax.tree_util import register_dataclass
 
-        while _WAITING:
-            register_dataclass(_WAITING.pop())
+        for cls in ready:
+            _WAITING.remove(cls)
+            register_dataclass(cls)
+
+
+def _is_decorated(cls: type) -> bool:
+    return "__dataclass_params__" in cls.__dict__
 
 
 def _fields(state: CarryState) -> dict[str, Any]:
