@@ -348,7 +348,7 @@ def _plain(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # a named tuple (an optax transformation) stays what it is
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
         return FrozenDict({key: _frozen(item) for key, item in value.items()})
