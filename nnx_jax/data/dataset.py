@@ -8,17 +8,20 @@ they came from is never part of that hash: moving a file does not change a run's
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 from pydantic import PrivateAttr
 
-from nnx_jax.core.errors import DataError, nearest
+from nnx_jax.core.errors import ConfigError, DataError, nearest
 from nnx_jax.core.hashing import content_hash, hash_arrays
 from nnx_jax.core.operator import Operator
+from nnx_jax.core.registry import lookup
 from nnx_jax.data.dtypes import Columns, settle_columns
+
+SPLITS = ("train", "val", "test")
 
 _HASH_CHUNK = 4096  # rows hashed at a time for datasets that are not in memory
 
@@ -35,10 +38,11 @@ class TrainingDataset(Operator):
     """Base of every dataset (family `dataset`); columns are named, `x` is the input and `y` the target by custom.
 
     A subclass gives `__len__` and `take`; everything else has a default. Subclasses whose rows are all in memory derive
-    from `InMemoryDataset` instead.
+    from `InMemoryDataset` instead, those whose rows only come one after another from `StreamingDataset`.
     """
 
     family: ClassVar[str] = "dataset"
+    never_called: ClassVar[str] = "a dataset is iterated, not called; what is done with its rows is dataset.map(op)"
     _wide: bool = PrivateAttr(default=False)
 
     @abc.abstractmethod
@@ -63,22 +67,77 @@ class TrainingDataset(Operator):
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:  # type: ignore[override]
         """Yield one tuple a row, in row order: `(x, y)`, or every column in order when there is no such pair."""
-        names = self.names
-        for start in range(0, len(self), _HASH_CHUNK):
-            chunk = self.take(np.arange(start, min(start + _HASH_CHUNK, len(self))))
-            yield from zip(*(chunk[name] for name in names), strict=True)
+        for chunk in self.chunks():
+            yield from zip(*(chunk[name] for name in _in_order(chunk)), strict=True)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        """Return row `index` (counted from the end when negative) as iterating yields it; `IndexError` behind it."""
+        row = self.take(np.array([range(len(self))[index]]))
+        return tuple(row[name][0] for name in _in_order(row))
+
+    @property
+    def indexable(self) -> bool:
+        """Whether rows can be asked for by number; False for a dataset that can only be iterated."""
+        return True
+
+    def chunks(self, start: int = 0) -> Iterator[Columns]:
+        """Yield the rows of one pass from row `start` on, in row order, some at a time: every column [n, ...]."""
+        for first in range(start, len(self), _HASH_CHUNK):
+            yield self.take(np.arange(first, min(first + _HASH_CHUNK, len(self))))
+
+    def with_split(self, split: str) -> TrainingDataset:
+        """Return the part `split` ("train", "val" or "test") of this data; this dataset stays as it is.
+
+        A dataset with a field `split` of its own is made again with another one. Of any other dataset it is eight
+        tenths, one tenth and one tenth of the rows as they stand (see `splits` for another order).
+
+        Raises:
+            ConfigError: (a ValueError) another name; or rows that cannot be asked for by number, and no such field.
+        """
+        if split not in SPLITS:
+            raise ConfigError(f"split must be one of {', '.join(SPLITS)}, found {split!r}", path="split")
+        if "split" in type(self).model_fields:
+            return self.replace(split=split).widened(self.wide)
+        return self.splits()[SPLITS.index(split)]
+
+    def splits(self, seed: int | None = None) -> tuple[TrainingDataset, TrainingDataset, TrainingDataset]:
+        """Return (train, val, test): eight tenths, one tenth and one tenth of this dataset's rows, each row once.
+
+        Args:
+            seed: the tenths are cut from a permutation of the rows, a function of this seed; None cuts them from the
+                rows as they stand.
+        """
+        if not self.indexable:
+            raise ConfigError(f"the rows of {type(self).__name__} have no numbers, so they cannot be cut into parts")
+        found = [lookup("dataset", "split")(source=self, split=split, seed=seed) for split in SPLITS]
+        train, val, test = (part.widened(self.wide) for part in found)
+        return train, val, test
+
+    def map(self, op: Any, *, on: str = "x", batched: bool = False, op_id: str | None = None) -> TrainingDataset:
+        """Return the dataset whose rows went through `op`; see `MappedDataset`. `dataset | op` is the same."""
+        return lookup("dataset", "map")(source=self, op=op, on=on, batched=batched, op_id=op_id).widened(self.wide)
+
+    def __or__(self, op: Any) -> Any:
+        """Return `self.map(op)`."""
+        if isinstance(op, TrainingDataset):
+            raise TypeError(f"a dataset cannot come after another one: {type(self).__name__} | {type(op).__name__}")
+        return self.map(op) if callable(op) else NotImplemented
 
     @property
     def names(self) -> tuple[str, ...]:
         """The column names, `x` and `y` first."""
-        known = self.columns
-        return tuple(sorted(known, key=lambda name: ("x", "y").index(name) if name in ("x", "y") else 2))
+        return _in_order(self.columns)
 
     @property
     def columns(self) -> dict[str, ColumnInfo]:
         """Name -> shape and dtype of one row."""
         sample = self.take(np.arange(min(1, len(self))))
         return {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in sample.items()}
+
+    @property
+    def augments(self) -> bool:
+        """Whether `augment` changes anything."""
+        return type(self).augment is not TrainingDataset.augment
 
     def augment(self, batch: Columns, rng: np.random.Generator) -> Columns:
         """Return the training batch, changed at random; override it for augmentation. The default changes nothing.
@@ -121,6 +180,10 @@ class TrainingDataset(Operator):
         no memory address or path takes part, so the hash is the same in every process.
         """
         return hash_rows(self)
+
+
+def _in_order(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: ("x", "y").index(name) if name in ("x", "y") else 2))
 
 
 class HasRows(Protocol):
@@ -220,6 +283,19 @@ def describe(columns: Mapping[str, np.ndarray], n_classes: int | None = None) ->
         info["output_dim"] = info["n_classes"]
     elif "y" in columns:
         info["output_dim"] = int(np.prod(columns["y"].shape[1:], dtype=np.int64))
+    return info
+
+
+def describe_row(columns: Mapping[str, ColumnInfo]) -> dict[str, Any]:
+    """Return `info` as far as one row tells: sizes of x, and of targets that are values; not how many classes."""
+    info: dict[str, Any] = {}
+    if "x" in columns:
+        shape = columns["x"].shape
+        info |= {"input_shape": shape, "input_dim": int(np.prod(shape, dtype=np.int64))}
+    if "y" in columns:
+        info["target_shape"] = columns["y"].shape
+        if columns["y"].dtype.kind not in "biu":
+            info["output_dim"] = int(np.prod(columns["y"].shape, dtype=np.int64))
     return info
 
 

@@ -1,0 +1,398 @@
+"""Data that only comes one row after another: generators, loaders, streams; and any source of pairs as a dataset."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+import numpy as np
+from pydantic import Field, PrivateAttr, field_validator
+
+from nnx_jax.core.errors import ConfigError, DataError, OperatorTypeError
+from nnx_jax.core.registry import register
+from nnx_jax.data.arrays import ArrayDataset, as_dataset
+from nnx_jax.data.dataset import ColumnInfo, TrainingDataset, describe_row, hash_rows
+from nnx_jax.data.dtypes import Columns
+from nnx_jax.data.loader import as_columns
+from nnx_jax.data.splits import PartitionedDataset
+
+DataId = Annotated[str, Field(min_length=1)]
+Buffer = Annotated[int, Field(ge=0)]
+_ENDLESS = 2**31  # rows; grain gives a repeated dataset the length 2**63 - 1
+
+
+class StreamingDataset(PartitionedDataset):
+    """Base of data without row numbers: it can be iterated, and that is all.
+
+    A subclass gives `__iter__`, one pass of `(x, y)` pairs from the beginning; or `chunks(start)`, where it can begin
+    in the middle or has many rows at hand. It is trained on in the order it comes, pass after pass (`StreamLoader`).
+    The default hash is of the class and its fields, so they must tell which data it is.
+    """
+
+    shuffle_buffer: Buffer = 0
+    """Rows that are held at a time, and handed on in an order of their own when the run shuffles; 0 keeps the order."""
+
+    _kept: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def indexable(self) -> bool:
+        """False: there are no row numbers."""
+        return False
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether there is one pass only, because what was read is gone."""
+        return False
+
+    @property
+    def pass_rows(self) -> int | None:
+        """Rows of one pass, where they are known beforehand."""
+        return None
+
+    def __len__(self) -> int:
+        """Refuse: nobody knows how many rows will come."""
+        self._no_numbers("has no length")
+
+    def take(self, indices: np.ndarray) -> Columns:
+        """Refuse: rows have no numbers."""
+        del indices
+        self._no_numbers("cannot be asked for rows by number")
+
+    def _no_numbers(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} {what}: it is not indexable, its rows only come one after another. Iterate it, or "
+            "collect it first (ArrayDataset)"
+        )
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield one tuple a row, `(x, y)`, of one pass.
+
+        Raises:
+            NotImplementedError: the class defines neither `__iter__` nor `chunks`.
+        """
+        if type(self).chunks is StreamingDataset.chunks:
+            raise NotImplementedError(f"{type(self).__name__} must define __iter__ (one pass of (x, y) pairs)")
+        return super().__iter__()
+
+    def chunks(self, start: int = 0) -> Iterator[Columns]:
+        """Yield the rows of one pass from row `start` on, some at a time; the default reads over what comes before."""
+        yield from chunks_of(iter(self), type(self).__name__, skip=start)
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        """Name -> shape and dtype of one row, of the first row of a pass."""
+        if "columns" not in self._kept:
+            first = next(self.chunks(), None)
+            if first is None:
+                raise DataError(f"{type(self).__name__} gave no row")
+            self._kept["columns"] = {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in first.items()}
+        return dict(self._kept["columns"])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a network needs to know, as far as the first row tells."""
+        return describe_row(self.columns)
+
+
+def chunks_of(items: Iterable[Any], where: str, *, batched: bool = False, skip: int = 0) -> Iterator[Columns]:
+    """Yield each item as columns [n, ...], n = 1 for rows, after the first `skip` rows.
+
+    Args:
+        items: rows, or batches with `batched`: `(x, y)`, a dict of columns, or an array x.
+        where: how messages call the source.
+
+    Raises:
+        DataError: an item that is neither, or a batch whose columns have different lengths; it says which.
+    """
+    items = iter(items)
+    if skip and not batched:
+        next(itertools.islice(items, skip - 1, skip), None)
+        first, skip = skip, 0
+    else:
+        first = 0
+    for index, item in enumerate(items, first):
+        named = as_columns(item, f"{where}: item {index}")
+        columns = {name: np.asarray(value) for name, value in named.items()}
+        if not batched:
+            yield {name: value[None] for name, value in columns.items()}
+            continue
+        lengths = {value.shape[:1] for value in columns.values()}
+        if len(lengths) != 1 or () in lengths:
+            told = ", ".join(f"{name} {value.shape}" for name, value in columns.items())
+            raise DataError(f"{where}: item {index} is no batch; its columns need one length: {told}")
+        (rows,) = lengths.pop()
+        if skip < rows:
+            yield {name: value[skip:] for name, value in columns.items()}
+        skip = max(skip - rows, 0)
+
+
+@register("iterable")
+class IterableDataset(StreamingDataset):
+    """Rows of any iterable, in its order, under a name that says which data it is.
+
+    Args:
+        source: an iterable of rows, each `(x, y)`, a dict of columns or an array x; or a function without arguments
+            that returns one, anew for every pass. An iterator can be read once; what needs a second pass is refused
+            with `DataError`.
+        data_id: which data this is, for the run's identity and for resume: what comes out of an iterable cannot be
+            hashed. Two sources with different rows need different ids.
+        batched: the items are batches, every column [n, ...], of any number of rows.
+
+    It is not cut into parts: `split` and `seed` are told to the hash only, so that one source may be made for each.
+
+    Raises:
+        OperatorTypeError: (a TypeError) `source` is neither iterable nor a function.
+        ConfigError: (a ValueError) an empty `data_id`.
+    """
+
+    source: Any = Field(exclude=True)
+    data_id: DataId
+    batched: bool = False
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: Any) -> Any:
+        if isinstance(source, str | bytes) or not (isinstance(source, Iterable) or callable(source)):
+            raise OperatorTypeError(
+                f"expected an iterable of rows, or a function that returns one; got a {type(source).__name__}"
+            )
+        return source
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether the source is an iterator."""
+        return isinstance(self.source, Iterator)
+
+    def chunks(self, start: int = 0) -> Iterator[Columns]:
+        """Yield the rows of one pass from row `start` on; an iterator is read from its beginning, and only once.
+
+        Raises:
+            DataError: an iterator that was read before.
+        """
+        return chunks_of(self._items(), f"iterable {self.data_id!r}", batched=self.batched, skip=start)
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        """Name -> shape and dtype of one row; an iterator's first item is kept for the pass."""
+        if self.one_shot and not self._kept.get("used"):
+            first = next(self.source, None)
+            self._kept["ahead"] = [] if first is None else [first]
+            items, self._kept["used"] = self._kept["ahead"], False
+            for chunk in chunks_of(items, f"iterable {self.data_id!r}", batched=self.batched):
+                self._kept["columns"] = {n: ColumnInfo(value.shape[1:], value.dtype) for n, value in chunk.items()}
+        return super().columns
+
+    def _items(self) -> Iterator[Any]:
+        if not self.one_shot:
+            return iter(self.source if isinstance(self.source, Iterable) else self.source())
+        if self._kept.get("used"):
+            raise DataError(
+                f"iterable {self.data_id!r}: its source is an iterator, which was read before, and what was read is "
+                "gone; give a function that returns a new one"
+            )
+        self._kept["used"] = True
+        return itertools.chain(self._kept.pop("ahead", ()), self.source)
+
+
+@register("sequence")
+class SequenceDataset(TrainingDataset):
+    """Rows of any object with `len(source)` and `source[i]`: a list, a torch Dataset, grain's MapDataset.
+
+    Args:
+        source: gives row i as `(x, y)`, a dict of columns or an array x; the same every time.
+        data_id: a name of the data for its hash; without one every row is read for it, once.
+
+    Raises:
+        OperatorTypeError: (a TypeError) `source` has no length, or no items by number.
+        DataError: a source without end, a row that is none, rows of different shapes (naming them).
+    """
+
+    source: Any = Field(exclude=True)
+    data_id: DataId | None = None
+
+    _kept: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: Any) -> Any:
+        if isinstance(source, str | bytes | Mapping) or not _is_sequence(source):
+            name = type(source).__name__
+            raise OperatorTypeError(f"expected an object with a length and rows by number; got a {name}")
+        return source
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        rows = len(self.source)
+        if rows >= _ENDLESS:
+            raise DataError(f"{type(self).__name__}: a source of {rows} rows has no end; give it before it is repeated")
+        return rows
+
+    def take(self, indices: np.ndarray) -> Columns:
+        """Return the rows `indices` [B], each column stacked."""
+        numbers = np.arange(len(self))[indices]  # checks the range, and resolves negative ones
+        return stack_rows([self._row(int(number)) for number in numbers], numbers, type(self).__name__) or (
+            {name: np.zeros((0, *info.shape), info.dtype) for name, info in self.columns.items()} if len(self) else {}
+        )
+
+    def _row(self, number: int) -> Mapping[str, Any]:
+        item = self.source[number]
+        if item is None:  # grain's MapDataset after filter()
+            raise DataError(
+                f"{type(self).__name__}: row {number} is None, as of a source that filters; filter before rows are "
+                "numbered, or give it as a stream (IterableDataset)"
+            )
+        return as_columns(item, f"{type(self).__name__}: row {number}")
+
+    def content_hash(self) -> str:
+        """Return 64 hex digits: of the `data_id`, else of all rows."""
+        if self.data_id is not None:
+            return super(TrainingDataset, self).content_hash()
+        if "hash" not in self._kept:
+            self._kept["hash"] = hash_rows(self)
+        return self._kept["hash"]
+
+
+def stack_rows(rows: Sequence[Mapping[str, Any]], numbers: Iterable[int], where: str) -> Columns:
+    """Return rows of named values as columns [B, ...]; {} for no row.
+
+    Raises:
+        DataError: rows with other names or shapes than the first one, naming the row.
+    """
+    if not rows:
+        return {}
+    arrays = [{name: np.asarray(value) for name, value in row.items()} for row in rows]
+    first = {name: value.shape for name, value in arrays[0].items()}
+    for number, row in zip(numbers, arrays, strict=True):
+        found = {name: value.shape for name, value in row.items()}
+        if found != first:
+            raise DataError(f"{where}: row {int(number)} has shapes {found}, the rows before it {first}")
+    return {name: np.stack([row[name] for row in arrays]) for name in first}
+
+
+@register("grain")
+class GrainDataset(StreamingDataset):
+    """Rows of a grain dataset: by number from a MapDataset, one after another from an IterDataset.
+
+    Args:
+        source: the grain dataset, before `batch` (or after it, with `batched`, for an IterDataset), `shuffle` and
+            `repeat`: the run makes batches, orders and passes itself, so that it can continue in the middle.
+        data_id: which data this is; an IterDataset needs it, of a MapDataset every row is read for the hash otherwise.
+
+    Raises:
+        OperatorTypeError: (a TypeError) `source` is neither.
+        ConfigError: an IterDataset without `data_id`.
+    """
+
+    source: Any = Field(exclude=True)
+    data_id: DataId | None = None
+    batched: bool = False
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """The rules about the source."""
+        yield from super().problems()
+        name = type(self.source).__name__
+        if not (_is_sequence(self.source) or hasattr(self.source, "mp_prefetch")):
+            raise OperatorTypeError(f"expected a grain MapDataset or IterDataset; got a {name}", path="source")
+        if not self.indexable and self.data_id is None:
+            yield "data_id", f"what a {name} gives cannot be hashed; give a name that says which data it is"
+        if self.indexable and self.batched:
+            yield "batched", "rows of a MapDataset are asked for by number; give it before `batch`"
+
+    @property
+    def indexable(self) -> bool:
+        """Whether the source is a MapDataset."""
+        return _is_sequence(self.source)
+
+    @property
+    def _rows(self) -> SequenceDataset:
+        if "rows" not in self._kept:
+            self._kept["rows"] = SequenceDataset(source=self.source, data_id=self.data_id)
+        return self._kept["rows"]
+
+    def __len__(self) -> int:
+        """Return the number of rows of a MapDataset."""
+        return len(self._rows) if self.indexable else super().__len__()
+
+    def take(self, indices: np.ndarray) -> Columns:
+        """Return the rows `indices` [B] of a MapDataset."""
+        return self._rows.take(indices) if self.indexable else super().take(indices)
+
+    def chunks(self, start: int = 0) -> Iterator[Columns]:
+        """Yield the rows of one pass from row `start` on."""
+        if self.indexable:
+            return TrainingDataset.chunks(self, start)
+        return chunks_of(self.source, type(self.source).__name__, batched=self.batched, skip=start)
+
+    def with_split(self, split: str) -> TrainingDataset:
+        """Return eight tenths, one or one of a MapDataset; of an IterDataset, the same under another name."""
+        return SequenceDataset.with_split(self._rows, split) if self.indexable else super().with_split(split)
+
+    def content_hash(self) -> str:
+        """Return 64 hex digits: of the `data_id`, else of all rows."""
+        return self._rows.content_hash() if self.indexable else super().content_hash()
+
+
+def _is_sequence(source: Any) -> bool:
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def adapt(source: Any, *, data_id: str | None = None, batched: bool = False) -> TrainingDataset:
+    """Return any source of pairs as a dataset, the most capable one that it can be.
+
+    * a dataset, arrays `(X, Y)`, a dict of arrays, an array: as `as_dataset`; a list of rows: `ArrayDataset`; both are
+      hashed by content.
+    * grain's MapDataset and IterDataset: `GrainDataset`; other objects with a length and items: `SequenceDataset`.
+    * other iterables, and functions that return one: `IterableDataset`, which needs a `data_id`.
+
+    Args:
+        batched: the items of the source are batches (a dict or pair of columns [n, ...] each), not rows.
+
+    Raises:
+        DataError, ConfigError: a source without rows, rows that do not fit together, a `data_id` that is missing.
+        OperatorTypeError: (a TypeError) none of these.
+    """
+    arrays = isinstance(source, tuple) and len(source) == 2 and all(hasattr(part, "shape") for part in source)
+    if (
+        isinstance(source, TrainingDataset | Mapping)
+        or arrays
+        or (hasattr(source, "shape") and hasattr(source, "dtype"))
+    ):
+        return as_dataset(source)
+    if isinstance(source, list | tuple):
+        return ArrayDataset(_collected(source, batched))
+    if hasattr(source, "mp_prefetch") or hasattr(source, "to_iter_dataset"):  # both of grain's have one of these
+        return GrainDataset(source=source, data_id=data_id, batched=batched)
+    if _is_sequence(source) and not batched:
+        return SequenceDataset(source=source, data_id=data_id)
+    if data_id is None and (isinstance(source, Iterable) or callable(source)):
+        raise ConfigError(f"what a {type(source).__name__} gives cannot be hashed; give data_id, a name of the data")
+    return IterableDataset(source=source, data_id=data_id or "none", batched=batched)
+
+
+def _collected(items: list[Any] | tuple[Any, ...], batched: bool) -> Columns:
+    if not items:
+        raise DataError("an empty list has no rows; there is nothing to make a dataset of")
+    if not batched:
+        rows = [as_columns(item, f"item {number}") for number, item in enumerate(items)]
+        return stack_rows(rows, range(len(items)), "the list")
+    parts = list(chunks_of(items, "the list", batched=True))
+    for number, part in enumerate(parts):
+        check_shapes(part, row_shapes(parts[0]), f"the list: item {number}")
+    return joined(parts)
+
+
+def row_shapes(columns: Columns) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of one row."""
+    return {name: value.shape[1:] for name, value in columns.items()}
+
+
+def check_shapes(columns: Columns, wanted: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raise `DataError` when rows have other names or shapes than those before them."""
+    if (found := row_shapes(columns)) != wanted:
+        raise DataError(f"{where} has rows of shapes {found}, the ones before it {wanted}")
+
+
+def joined(parts: list[Columns]) -> Columns:
+    """Return columns of equal names and shapes one below the other."""
+    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
