@@ -209,6 +209,20 @@ def _equal(scale: Any, wanted: float) -> bool:
     return np.ndim(scale) == 0 and math.isclose(float(scale), wanted, rel_tol=1e-6)
 
 
+def latent_sites(model: Callable[..., Any], args: Args) -> list[str]:
+    """Names of the sites that a model draws when it is called with these rows; found without computing."""
+    from numpyro.handlers import seed, trace
+
+    names: list[str] = []
+
+    def run(*columns: Any) -> None:
+        found = trace(seed(model, jax.random.key(0))).get_trace(*columns)
+        names.extend(name for name, site in found.items() if site["type"] == "sample" and not site["is_observed"])
+
+    jax.eval_shape(run, *args)
+    return names
+
+
 def fresh_guide(task: NumpyroTask, model: Callable[..., Any]) -> Any:
     """The task's guide, not yet set up for any data: two loops with one task share nothing."""
     from numpyro.infer.autoguide import AutoGuide, AutoNormal

@@ -16,9 +16,19 @@ import jax.numpy as jnp
 
 from nnx_jax.core.errors import ConfigError, DataError, ModelError
 from nnx_jax.engines import double
-from nnx_jax.engines.bayes import Args, NumpyroTask, by_rows, check_scales, fresh_guide, model_args, require_numpyro
+from nnx_jax.engines.bayes import (
+    Args,
+    NumpyroTask,
+    by_rows,
+    check_scales,
+    fresh_guide,
+    latent_sites,
+    model_args,
+    require_numpyro,
+)
 from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.engines.nnx_forward import Arrays, matching
+from nnx_jax.engines.operators import check_fit
 from nnx_jax.engines.predictive import NumpyroPredictiveOp, check_site
 from nnx_jax.engines.work import Work, divided
 from nnx_jax.objectives.losses import Loss
@@ -36,6 +46,7 @@ class Variational:
         seed: of the first parameters: those of NumPyro's `SVI.init(jax.random.key(seed), *args)`.
 
     Attributes:
+        sites: names of the model's latent sites.
         params: unconstrained parameters by name; the leaves of a parameter that is a tree are joined by dots.
         model_state: leaves of `numpyro.mutable` sites by name.
 
@@ -56,6 +67,7 @@ class Variational:
         self.model = by_rows(task.model)
         check_site(task, args[0])
         check_scales(self.model, args, rows or len(args[0]))
+        self.sites = latent_sites(self.model, args)
         self._plain_guide = fresh_guide(task, self.model)
         self.guide = by_rows(self._plain_guide)
         svi = SVI(self.model, self.guide, SGD(0.0), self.elbo)
@@ -73,7 +85,7 @@ class Variational:
         given = self.constrain(params)
         if not model_state:
             return self.elbo.loss(key, given, self.model, self.guide, *args), {}
-        given.update(jax.lax.stop_gradient(_tree(self._state_tree, model_state)))
+        given |= jax.lax.stop_gradient(_tree(self._state_tree, model_state))
         found = self.elbo.loss_with_mutable_state(key, given, self.model, self.guide, *args)
         return found["loss"], _named(found["mutable_state"])[1]
 
@@ -81,11 +93,24 @@ class Variational:
         """The param sites' own values, pytrees by site."""
         return dict(self.constrained(_tree(self._params_tree, params)))
 
-    def operator(self, seed: int = 0) -> NumpyroPredictiveOp:
-        """The posterior predictive with the parameters of now."""
-        held = {name: jnp.array(value, copy=True) for name, value in self.params.items()}
-        made = NumpyroPredictiveOp(self.task, seed=seed)
-        return made.with_guide(self._plain_guide, self.constrain, held)
+    def values(self, params: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of param and mutable sites, pytrees by site: what prediction puts into model and guide."""
+        return self.constrain(params) | (_tree(self._state_tree, model_state) if model_state else {})
+
+    def put(self, named: Mapping[str, Any]) -> None:
+        """Take over parameters and mutable values by name.
+
+        Raises:
+            ModelError: (a ValueError) they are not those of this model and guide.
+        """
+        found = check_fit("this model and guide", {**self.params, **self.model_state}, named)
+        self.params = {name: jnp.array(found[name], copy=True) for name in self.params}
+        self.model_state = {name: jnp.array(found[name], copy=True) for name in self.model_state}
+
+    def operator(self, **fields: Any) -> NumpyroPredictiveOp:
+        """The posterior predictive with the parameters of now; `fields` are the operator's."""
+        made = NumpyroPredictiveOp(self.task, **fields)
+        return made.with_guide(self._plain_guide, self.values, self.params, self.model_state)
 
     def _check_rows(self, args: Args) -> None:
         """Refuse parameters of single rows: which of all rows a batch holds, no plate knows."""
@@ -217,8 +242,8 @@ class SVIEngine(FlaxEngine):
 
 
 def elbo_loss() -> Loss:
-    """The loss of an `SVIEngine`: one term, counted once a microbatch."""
-    terms = lambda outputs, batch: (LossTerm("elbo", outputs, jnp.float32(1)),)  # noqa: E731
+    """The loss of an `SVIEngine`: minus one term, the ELBO, counted once a microbatch."""
+    terms = lambda outputs, batch: (LossTerm("elbo", -outputs, jnp.float32(1), weight=-1.0),)  # noqa: E731
     return Loss("elbo", "own", terms, lambda outputs, batch: jnp.int32(0))
 
 

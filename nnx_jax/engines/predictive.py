@@ -19,8 +19,8 @@ from nnx_jax.engines.operators import ModelOp, read_blob
 
 SAMPLES = "samples/"
 """What the names of posterior draws begin with in a weight blob; each is [draws, ...], chains one after the other."""
-PARAMS = "params/"
-"""What the names of a guide's (and a model's) fitted parameters begin with in a weight blob."""
+PARAMS, STATE = "params/", "model_state/"
+"""What the names of a guide's (and a model's) fitted parameters and mutable values begin with in a weight blob."""
 
 
 class SiteError(ModelError, KeyError):
@@ -144,7 +144,7 @@ class NumpyroPredictiveOp(PredictiveOp):
     model_name: str = ""
     _task: Any = PrivateAttr(default=None)
     _guide: Callable[..., Any] | None = PrivateAttr(default=None)
-    _constrain: Callable[..., Any] | None = PrivateAttr(default=None)
+    _values: Callable[..., Any] | None = PrivateAttr(default=None)
 
     def __new__(cls, /, *args: Any, **data: Any) -> NumpyroPredictiveOp:
         """Allow the task by position, which other specifications do not."""
@@ -188,17 +188,34 @@ class NumpyroPredictiveOp(PredictiveOp):
             raise ModelError(f"posterior draws are [draws, ...], as many for every site, got {counts}")
         return self.with_arrays({SAMPLES + name: value for name, value in samples.items()})
 
-    def with_guide(self, guide: Callable[..., Any], constrain: Callable[..., Any], params: Mapping[str, Any]) -> Self:
+    def with_guide(
+        self,
+        guide: Callable[..., Any],
+        values: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
+        params: Mapping[str, Any],
+        model_state: Mapping[str, Any],
+    ) -> Self:
         """Return this operator with draws from a guide.
 
         Args:
             guide: set up for the data.
-            constrain: (params) -> the values of every param site, pytrees by site.
+            values: (params, model_state) -> the values of param and mutable sites, pytrees by site.
             params: unconstrained parameters by name.
+            model_state: mutable values by name.
         """
-        other = self.with_arrays({PARAMS + name: value for name, value in params.items()})
-        other._guide, other._constrain = guide, constrain
+        held = {PARAMS + name: value for name, value in params.items()}
+        other = self.with_arrays(held | {STATE + name: value for name, value in model_state.items()})
+        other._guide, other._values = guide, values
         return other
+
+    def guide_arrays(self) -> dict[str, np.ndarray]:
+        """Parameters and mutable values of a guide by name; nothing where the posterior is draws, or not here."""
+        return {
+            name.removeprefix(head): value
+            for name, value in (self._arrays or {}).items()
+            for head in (PARAMS, STATE)
+            if name.startswith(head)
+        }
 
     def draws(self, arrays: Mapping[str, Any], key: Any, x: Any) -> Any:
         """Return draws of the site, [draws, rows, ...].
@@ -212,13 +229,12 @@ class NumpyroPredictiveOp(PredictiveOp):
         from numpyro.infer import Predictive
 
         task, (key, guide_key) = self.module, jax.random.split(key)
-        latents = {name.removeprefix(SAMPLES): value for name, value in arrays.items() if name.startswith(SAMPLES)}
+        latents = _under(SAMPLES, arrays)
         model = by_rows(task.model)
         if not latents:
-            if self._guide is None or self._constrain is None:
+            if self._guide is None or self._values is None:
                 raise ModelError("these are the parameters of a guide; only the operator of that training has it")
-            named = {name.removeprefix(PARAMS): value for name, value in arrays.items()}
-            values = self._constrain(named)
+            values = self._values(_under(PARAMS, arrays), _under(STATE, arrays))
             model = substitute(model, data=values)
             ask = Predictive(by_rows(self._guide), params=values, num_samples=self.num_samples, parallel=True)
             latents = ask(guide_key, *predictive_args(self._guide, x))
@@ -227,6 +243,10 @@ class NumpyroPredictiveOp(PredictiveOp):
         if self.site not in found:
             raise unknown_site(self.site, model_sites(task, x))
         return found[self.site]
+
+
+def _under(head: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(head): value for name, value in arrays.items() if name.startswith(head)}
 
 
 def check_site(task: NumpyroTask, x: Any) -> None:
