@@ -2,7 +2,9 @@
 
 Each process differentiates its own numerators. The wrapper averages gradients in the backward pass of a window's last
 microbatch and nowhere else; the denominators are added up once, at the window's end; and gradient sum / W is the
-average * processes / W, which is one process's update on the union of the batches.
+average * processes / W, which is one process's update on the union of the batches. Of a small network on a CPU, the
+gradients are added up at the window's end too, in one exchange with the denominators: it is the exchanges that take
+the time there, not their bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from nnx_jax.torch.arrays import host
 from nnx_jax.torch.module import Net, weight_arrays
 from nnx_jax.torch.sync_norm import SyncNorms
 
+FEW_NUMBERS = 2**16
+"""Gradients of up to so many numbers go along with what the microbatches measured: an exchange costs more than its
+bytes. Larger ones are exchanged by the wrapper while the backward pass still runs."""
 STREAMS = "rng/"
 """Prefix of the arrays that are random streams, of which every process has its own."""
 SUMS = "window/grads/"
@@ -89,8 +94,9 @@ class Exchange:
         self.size = world.size
         self._net: Net | None = None
         self._wrapper: DistributedDataParallel | None = None
-        self._called = False
+        self._called = self._at_once = False
         self._norms: SyncNorms | None = None
+        self._summed: torch.Tensor | None = None
 
     @property
     def joins(self) -> bool:
@@ -106,6 +112,8 @@ class Exchange:
                 `gradients` adds them up.
         """
         self._net, self._wrapper = net, None
+        trained = sum(value.numel() for value in net.params.values())
+        self._at_once = averages and net.device.type == "cpu" and trained <= FEW_NUMBERS
         norms = list(batch_norms(net.module).values())
         self._norms = SyncNorms(norms, self.size) if norms else None
         if not averages or not self._wraps(net.device):
@@ -152,7 +160,7 @@ class Exchange:
     def _averaging(self, last: bool) -> Iterator[None]:
         net, wrapper = self._net, self._wrapper
         assert net is not None
-        if wrapper is None:
+        if wrapper is None or self._at_once:
             yield
             return
         self._called, before = False, net.call
@@ -170,19 +178,39 @@ class Exchange:
         self._called = True
         return self._wrapper(*args, **more)
 
-    def total(self, rows: torch.Tensor) -> torch.Tensor:
+    def total(self, rows: torch.Tensor, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
         """What the microbatches of all processes measured, [n, sums] float64: added up in the order of the ranks."""
         mine = rows.to(torch.float64).contiguous()
+        if grads is not None and self._at_once:
+            return self._total_with(mine, grads)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine)
+        return sum(found[1:], start=found[0])
+
+    def _total_with(self, mine: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+        """`total` in one exchange with the gradient sums, which are added in float64 and rounded once.
+
+        Every process has places of its own for its rows, where the others add 0.
+        """
+        size, rank = mine.numel(), self.world.rank
+        places = mine.new_zeros(self.size, size)
+        places[rank] = mine.reshape(-1)
+        flat = torch.cat([*(grad.reshape(-1).to(torch.float64) for grad in grads), places.reshape(-1)])
+        dist.all_reduce(flat)
+        self._summed, found = flat[: -self.size * size], flat[-self.size * size :].view(self.size, *mine.shape)
         return sum(found[1:], start=found[0])
 
     def gradients(self, grads: list[torch.Tensor], *, reduced: bool) -> list[torch.Tensor]:
         """The gradient sums of all processes.
 
         Args:
-            reduced: they are averages of the wrapper already.
+            reduced: they are averages of the wrapper already, or went along with `total`.
         """
+        if reduced and self._at_once:
+            summed, self._summed = self._summed, None
+            assert summed is not None
+            parts = summed.split([grad.numel() for grad in grads])
+            return [part.to(grad.dtype).view_as(grad) for part, grad in zip(parts, grads, strict=True)]
         if reduced and self._wrapper is not None:
             foreach.mul_(grads, float(self.size))
             return grads

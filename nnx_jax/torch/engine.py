@@ -260,7 +260,7 @@ class TorchEngine(SeenByHooks):
         if self.common and quick.close(self, state):
             return
         window, counters = state.window, state.counters
-        table = window.table()
+        table = window.table(ends=True)
         if self._invalid(state, table):
             return
         sums = [sum(column) for column in zip(*table, strict=True)] if len(table) > 1 else table[0]

@@ -45,8 +45,12 @@ class Sync(Protocol):
         """What layers that are one among all processes run in; `backward` opens it too."""
         ...
 
-    def total(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sums over all processes of what microbatches measured, float32 [n, sums]."""
+    def total(self, rows: torch.Tensor, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Sums over all processes of what microbatches measured, float32 [n, sums].
+
+        Args:
+            grads: of the window that ends, where they may go along; `gradients` then gives their sums.
+        """
         ...
 
     def gradients(self, grads: list[torch.Tensor], *, reduced: bool) -> list[torch.Tensor]:
@@ -78,7 +82,7 @@ class Alone:
         """Nothing to lend."""
         return nullcontext()
 
-    def total(self, rows: torch.Tensor) -> torch.Tensor:
+    def total(self, rows: torch.Tensor, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Its own."""
         return rows
 
@@ -368,11 +372,16 @@ class Window:
 
     # -- its end -----------------------------------------------------------------------------------------------
 
-    def table(self) -> list[list[float]]:
-        """What every microbatch so far measured, over all processes; one transfer for those not read before."""
+    def table(self, *, ends: bool = False) -> list[list[float]]:
+        """What every microbatch so far measured, over all processes; one transfer for those not read before.
+
+        Args:
+            ends: the window ends here, and what processes exchange at its end may be exchanged at once.
+        """
         if self.rows:
             rows = self.rows[0][None] if len(self.rows) == 1 else torch.stack(self.rows)
-            self.read += self.sync.total(rows).tolist()
+            grads = self._filled([value.grad for value in self.params]) if ends and self.plain else None
+            self.read += self.sync.total(rows, grads).tolist()
             self.rows = []
         return self.read
 
