@@ -243,12 +243,11 @@ class StepCallbacks(own.Callback):
     def _end(self, error: BaseException | None) -> None:
         """End in reverse whatever happens, and close the writer; a training error is never hidden."""
         self.state.error = error
-        ends = [lambda each=each: _tell(each, "on_train_end", self.loop, self.state) for each in reversed(self._begun)]
+        last, close = (self._write_last, self.writer.close) if self.writer is not None else (lambda: None, lambda: None)
+        tells = [lambda each=each: _tell(each, "on_train_end", self.loop, self.state) for each in reversed(self._begun)]
         self._begun = []
-        if self.writer is not None:
-            ends += [self._write_last, self.writer.close]
         failures: list[BaseException] = []
-        for end in ends:
+        for end in (last, *tells, close):
             try:
                 end()
             except BaseException as failure:  # every cleanup is tried, whatever the one before did
