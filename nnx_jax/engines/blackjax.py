@@ -85,6 +85,7 @@ class BlackjaxEngine:
         sampler: what moves the chains.
         n_batches: draws of one epoch.
         feed: minibatches, for a sampler that takes them; else None.
+        description: digest of what is sampled, compared on resume.
 
     Raises:
         ModelError: the log density is not finite where a chain starts.
@@ -98,7 +99,10 @@ class BlackjaxEngine:
     wrote = False
     eval_step = None
 
-    def __init__(self, spec: RunSpec, sampler: Sampler, n_batches: int, feed: Any = None) -> None:
+    def __init__(
+        self, spec: RunSpec, sampler: Sampler, n_batches: int, feed: Any = None, description: str = ""
+    ) -> None:
+        self.description = description
         self.spec, self.sampler, self.n_batches, self.feed = spec, sampler, n_batches, feed
         self.task, self.target = sampler.task, sampler.target
         self.metric_names, self.score_names = sampler.metrics, ()
@@ -277,7 +281,7 @@ class BlackjaxEngine:
         """Kernel states, adapted parameters and every draw so far, by name."""
         self._begin(state)
         self._settle(state)
-        arrays = _flat("kernel", state.kernel) | _flat("params", state.params)
+        arrays = _flat("kernel", state.kernel) | _flat("adapted", state.params)
         return Snapshot(arrays | self._held(state), {"epoch": epoch, "next": batch}, self.topology)
 
     def _held(self, state: ChainState) -> dict[str, np.ndarray]:
@@ -297,6 +301,7 @@ class BlackjaxEngine:
         return {
             "engine": "blackjax",
             "net": None,
+            "target": self.description,
             "optimizer": {"kind": self.task.sampler},
             "sampler": {
                 "name": self.task.sampler,
@@ -312,7 +317,7 @@ class BlackjaxEngine:
         """Shape and dtype of every array of a snapshot; with as many draws as `stored` has, else as this state has."""
         _, kernel, params = self._shapes
         found = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _flat("kernel", kernel).items()}
-        found |= {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _flat("params", params).items()}
+        found |= {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _flat("adapted", params).items()}
         count = state.drawn
         if stored is not None:
             count = stored["stats/grad_norm"].shape[0] if "stats/grad_norm" in stored else 0
@@ -339,7 +344,7 @@ class BlackjaxEngine:
                 f"the checkpoint does not fit this run: {odd} is {given.get(odd)} there, {wanted.get(odd)} here"
             )
         _, kernel, params = self._shapes
-        found = ChainState(_filled("kernel", kernel, arrays), _filled("params", params, arrays))
+        found = ChainState(_filled("kernel", kernel, arrays), _filled("adapted", params, arrays))
         stats = {name.removeprefix("stats/"): np.asarray(a) for name, a in arrays.items() if name.startswith("stats/")}
         if stats:
             draws = {n.removeprefix("draws/"): np.asarray(a) for n, a in arrays.items() if n.startswith("draws/")}
@@ -512,6 +517,7 @@ def _finite(tree: Any) -> Any:
 
 def _strong(leaf: Any) -> Any:
     """An array whose dtype is its own, as a stored one's is: a weak one would be another program's input."""
+    leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 

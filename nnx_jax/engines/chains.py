@@ -123,7 +123,8 @@ class BlackjaxPredictiveOp(PredictiveOp):
                 told = f"the arrays of a posterior share a leading axis of draws, got {sorted(sizes)}"
                 raise ConfigError(told, path="BlackjaxPredictiveOp")
             data["weights"] = hash_arrays(arrays)
-        super().__init__(predictive_site=predictive_site, **data)
+        data["predictive_site"] = predictive_site
+        super().__init__(**data)
         self._predict_fn, self._tree, self._arrays = predict_fn, jax.tree.structure(posterior), arrays
 
     @property
