@@ -14,6 +14,7 @@ from nnx_jax.core.operator import Operator
 from nnx_jax.core.stateful import CarryState
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainerCarryState(CarryState):
     """The six fields of a training loop's state (founding document, decision D3), and what a resume needs besides.
 

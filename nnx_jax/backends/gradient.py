@@ -17,9 +17,10 @@ from nnx_jax.backends.carried import WEIGHT_NAMES, CarriedPoint
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.facts import Stopwatch, about, describe_sharding, peak_memory
 from nnx_jax.backends.optimizers import read_optimizer
+from nnx_jax.backends.parts import split_callbacks
+from nnx_jax.backends.stored import LoopMark, foreign_salt, newest, starting_point, writing
 from nnx_jax.backends.tasks import Split, task_evaluation, task_objective
-from nnx_jax.core.errors import ConfigError, LeaseHeldError, NonFiniteError
-from nnx_jax.data.dataset import TrainingDataset
+from nnx_jax.core.errors import ConfigError, NonFiniteError
 from nnx_jax.engines.flax import WEIGHTS
 from nnx_jax.fit.call import TrainCall, given_parts
 from nnx_jax.loop import callbacks as own
@@ -27,16 +28,16 @@ from nnx_jax.loop.context import TrainContext
 from nnx_jax.loop.progress import make_progress
 from nnx_jax.loop.step_callbacks import StepCallbacks
 from nnx_jax.model import NNModel
+from nnx_jax.objectives.operators import as_loss
 from nnx_jax.params.data import NNDataParams
 from nnx_jax.params.model import NNModelParams
 from nnx_jax.params.run import RunSpec
 from nnx_jax.params.train import CheckpointParams, NNTrainParams
-from nnx_jax.runs.best import run_ids
-from nnx_jax.runs.layout import RunPaths
-from nnx_jax.runs.lease import live_owner
-from nnx_jax.runs.resume import ResumePoint, find_point, probe
+from nnx_jax.runs.resume import ResumePoint, find_point
 from nnx_jax.spmd.mesh import ShardingSpec
 
+STREAM_EPOCH = 2**16
+"""Updates that are called an epoch of a stream; no number depends on it."""
 POLICIES: Mapping[str, Literal["fail", "skip"]] = {"raise": "fail", "skip": "skip", "stop": "fail"}
 """`on_nonfinite` of a loop, and what the run does."""
 
@@ -73,7 +74,10 @@ def train(loop: Any, state: TrainerCarryState | None, recipe: Recipe) -> Trained
     """
     with contextlib.ExitStack() as stack:
         folder = loop.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
-        return _Stage(loop, state, recipe, folder).run()
+        stage = _Stage(loop, state, recipe, folder)
+        if loop.directory is not None and stage.writes:
+            stack.enter_context(writing(folder))
+        return stage.run()
 
 
 class _Last(own.Callback):
@@ -99,17 +103,20 @@ class _Stage:
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         held = None if state is None else state.model
         self.op = loop.model_op if held is None else held
-        info = loop.dataset.info if isinstance(loop.dataset, TrainingDataset) else {}
+        info = loop.dataset.info
         self.shape = tuple(info["input_shape"]) if "input_shape" in info else None
         self.optim, self.schedule, self.optimizer = read_optimizer(loop.optimizer_config, loop.accumulate)
         self.model = recipe.face(
-            module=recipe.take(self.op, info), params=NNModelParams(metrics=loop.metrics), loss=loop.loss
+            module=recipe.take(self.op, info),
+            params=NNModelParams(metrics=loop.metrics),
+            loss=None if loop.loss is None else as_loss(loop.loss),
         )
-        self.last = _Last()
-        mine = [each for each in loop.callbacks if isinstance(each, own.Callback)]
+        self.last, self.mark = _Last(), LoopMark(loop.get_config())
+        self.parent: str | None = None
+        mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
             loop,
-            [each for each in loop.callbacks if not isinstance(each, own.Callback)],
+            step_form,
             loop.metric_writer,
             loop.log_every_n_steps,
             self._shown,
@@ -131,43 +138,32 @@ class _Stage:
             found = find_point(self.folder, self.model.train_spec(spec, call).id)
             reason = self.steps.state.stop_reason
         except NonFiniteError:
-            stands = self._newest()
+            stands = newest(self.folder, self.mark)
             if self.loop.on_nonfinite != "stop" or stands is None:
                 raise
             found, reason = stands, "nonfinite"
         return self._trained(found, self._final_operator(found, reason), reason, done)
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes the directory."""
+        return self.loop.distributed is None or jax.process_index() == self.loop.distributed.writer_rank
+
     def _beginning(self) -> tuple[Any, int]:
         """(the moment to go on from, the update of that line to end at)."""
-        stored = self._stored()
-        if stored is not None:
-            return stored, self.loop.max_steps
+        if self.loop.directory is not None:
+            stored, whole = starting_point(self.folder, self.mark, self.loop.resume)
+            if stored is not None and whole:
+                return stored, self.loop.max_steps
+            if stored is not None:
+                self.recipe.load(self.model.net, stored.load_all(), stored.run_id)
+                self.parent = stored.run_id
+                return None, self.loop.max_steps
         if self.whole:
             assert self.before is not None
             point = CarriedPoint.of(self.before, self._weights())
             return point, self.loop.max_steps + (0 if self._same(self.before) else point.step)
         return None, self.loop.max_steps
-
-    def _stored(self) -> ResumePoint | None:
-        """The newest commit under the loop's own directory.
-
-        Raises:
-            LeaseHeldError: another process is writing there.
-        """
-        if self.loop.directory is None or not Path(self.folder).is_dir():
-            return None
-        paths = [RunPaths(self.folder, run_id) for run_id in run_ids(RunPaths(self.folder, "_").root)]
-        for each in paths:
-            if (owner := live_owner(each)) is not None:
-                told = f"run {each.run_id} in {each.root} is being written by {owner}; wait for it, or use another"
-                raise LeaseHeldError(f"{told} checkpoint_dir")
-        return self._newest()
-
-    def _newest(self) -> ResumePoint | None:
-        """The commit of furthest step under the directory."""
-        found = [run_id for run_id in run_ids(RunPaths(self.folder, "_").root) if probe(self.folder, run_id)]
-        points = [find_point(self.folder, run_id) for run_id in found]
-        return max(points, key=lambda point: point.step, default=None)
 
     def _spec(self, point: Any, steps: int) -> RunSpec:
         loop = self.loop
@@ -178,6 +174,7 @@ class _Stage:
             data=self._data(),
             train=NNTrainParams(
                 max_steps=steps,
+                steps_per_epoch=None if loop.dataset.indexable else STREAM_EPOCH,
                 seed=loop.seed,
                 optim=self.optim,
                 precision=loop.precision,
@@ -188,6 +185,8 @@ class _Stage:
                 save_phase_checkpoints=False,
                 dispatch="eager" if loop.debug else "auto",
                 resume_from_run_id=point.run_id if isinstance(point, ResumePoint) else None,
+                parent_run_id=self.parent,
+                salt=self._salt(point),
             ),
             hooks=tuple(hook for hook in loop.hooks if getattr(hook, "family", "") == "hook"),
             checkpoint=CheckpointParams(every_n_steps=loop.commit_every, every_n_epochs=None, keep=loop.keep),
@@ -197,6 +196,13 @@ class _Stage:
             given=given_parts(loop.task, None, loop.task),
         )
 
+    def _salt(self, point: Any) -> str | None:
+        """What tells this start from others of the same settings: a commit before LAST, runs of other machines."""
+        earlier = isinstance(point, ResumePoint) and point.pointer is None
+        told = [f"from step {point.step}" if earlier else None]
+        told.append(None if self.loop.directory is None else foreign_salt(self.folder))
+        return "; ".join(text for text in told if text) or None
+
     def _data(self) -> NNDataParams:
         loop = self.loop
         return NNDataParams(
@@ -204,7 +210,7 @@ class _Stage:
         )
 
     def _call(self, point: Any) -> TrainCall:
-        loop = self.loop
+        loop, is_last = self.loop, isinstance(point, ResumePoint) and point.pointer is not None
         return TrainCall(
             progress=make_progress(loop.quiet),
             callbacks=tuple(self.callbacks),
@@ -215,7 +221,8 @@ class _Stage:
             distributed=loop.distributed,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            start=point if isinstance(point, CarriedPoint) else None,
+            components=(self.mark,),
+            start=point if loop.distributed is None or not is_last else None,  # LAST is read by a group's writer alone
         )
 
     # -- its end -----------------------------------------------------------------------------------------------

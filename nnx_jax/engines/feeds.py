@@ -11,6 +11,7 @@ from nnx_jax.core.errors import ConfigError, DataError
 from nnx_jax.data.deal import ONCE
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
+from nnx_jax.data.stream import stream_feed
 from nnx_jax.objectives.losses import Loss
 from nnx_jax.params.run import RunSpec
 from nnx_jax.spmd.world import World
@@ -20,7 +21,7 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
     """Return the feeds of the run by split, from `data` or from the loaders given in Python.
 
     Raises:
-        ConfigError: no training data at all.
+        ConfigError: no training data at all; a stream without the length of an epoch.
         DataError: a dataset that cannot be trained on.
     """
     feeds: dict[str, Feed | LoaderFeed] = {}
@@ -28,18 +29,43 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
     if data is not None:
         order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
         with _naming_split("train"):
-            feeds["train"] = Feed(data.train, batch_size=data.batch_size, **order)
+            streams = not data.train.indexable
+            feeds["train"] = _stream(spec) if streams else Feed(data.train, batch_size=data.batch_size, **order)
         for split in ("val", "test"):
             dataset = getattr(data, split)
             if dataset is not None:
+                size = data.eval_batch_size or data.batch_size
                 with _naming_split(split):
-                    feeds[split] = Feed.evaluation(dataset, batch_size=data.eval_batch_size or data.batch_size)
+                    whole = dataset.indexable
+                    feeds[split] = (Feed.evaluation if whole else _stream_once)(dataset, batch_size=size)
     for split, loader in (("train", train.train_loader), ("val", train.val_loader)):
         if loader is not None:
             feeds[split] = LoaderFeed(loader, data_id=train.data_id, wide=spec.precision == "float64")
     if "train" not in feeds:
         raise ConfigError("there is no training data; give data.train, or train_loader from Python", path="data.train")
     return feeds
+
+
+def _stream(spec: RunSpec) -> LoaderFeed:
+    """The feed of a training set whose rows only come one after another; its epochs are as long as somebody says.
+
+    Raises:
+        ConfigError: nobody says how long.
+    """
+    data, train = spec.data, spec.training
+    assert data is not None
+    if train.steps_per_epoch is None:
+        told = "is not given, and a stream has no epochs of its own; say how many updates make one"
+        raise ConfigError(told, path=f"{spec.block}.steps_per_epoch")
+    batches = train.steps_per_epoch * train.window
+    return stream_feed(
+        data.train, batch_size=data.batch_size, n_batches=batches, seed=spec.data_seed, shuffle=data.shuffle
+    )
+
+
+def _stream_once(dataset: Any, batch_size: int) -> LoaderFeed:
+    """The feed of a set to evaluate on whose rows only come one after another: one pass, from its beginning."""
+    return stream_feed(dataset, batch_size=batch_size, once=True)
 
 
 def check_group(feeds: Mapping[str, Any], world: World) -> None:

@@ -169,6 +169,11 @@ def live_owner(paths: RunPaths) -> Owner | None:
     return owner if owner and not owner.released and _state(owner) in ("alive", "elsewhere") else None
 
 
+def is_elsewhere(owner: Owner) -> bool:
+    """Whether an owner was on another machine, so that nobody on this one can tell whether it still writes."""
+    return _state(owner) == "elsewhere"
+
+
 @contextlib.contextmanager
 def guard(path: Path, seconds: float = _ADMISSION_SECONDS) -> Iterator[None]:
     """Hold a short-lived lock file around a few file operations; raises LeaseHeldError after `seconds`."""

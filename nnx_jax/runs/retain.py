@@ -9,8 +9,9 @@ import shutil
 from dataclasses import dataclass
 
 from nnx_jax.core import fsio
-from nnx_jax.core.errors import ConfigError, ResumePointError
+from nnx_jax.core.errors import ConfigError, NnxError, ResumePointError
 from nnx_jax.runs.layout import LAST, PARTIAL, TRASH, RunPaths
+from nnx_jax.runs.manifest import read_manifest
 from nnx_jax.runs.pointers import list_pointers
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -69,7 +70,8 @@ def take_census(paths: RunPaths) -> Census:
 def prune(paths: RunPaths, keep: int | None) -> list[int]:
     """Remove what may go and return the removed generation numbers.
 
-    Kept: every generation a pointer names (LAST and BEST among them) and the `keep` newest. A damaged pointer stops
+    Kept: every generation a pointer names (LAST and BEST among them) and the `keep` newest, where two commits of one
+    moment (the last update's, before and after the callbacks' ends) count once. A damaged pointer stops
     the removal before it starts, for what it names is unknown.
     """
     pointers = list_pointers(paths)
@@ -79,7 +81,7 @@ def prune(paths: RunPaths, keep: int | None) -> list[int]:
     census = take_census(paths)
     named = {pointer.generation for pointer in pointers.values()}
     committed = sorted(number for number in census.complete if number <= last.generation)
-    kept = named | set(committed if keep is None else committed[-keep:])
+    kept = named | set(committed if keep is None else _newest(paths, committed, keep))
     removed = sorted(census.complete - kept)
     for number in removed:
         fsio.remove_tree(paths.generation(number))
@@ -90,6 +92,21 @@ def prune(paths: RunPaths, keep: int | None) -> list[int]:
     for number in census.orphans - named:
         paths.manifest(number).unlink(missing_ok=True)
     return removed
+
+
+def _newest(paths: RunPaths, committed: list[int], keep: int) -> list[int]:
+    """The newest generation of each of the `keep` newest moments; a damaged manifest is a moment of its own."""
+    found: dict[tuple[int, int], int] = {}
+    for number in reversed(committed):
+        try:
+            manifest = read_manifest(paths.manifest(number))
+            moment = (manifest.step, manifest.batch)
+        except (NnxError, OSError):
+            moment = (-1, number)
+        if moment not in found and len(found) == keep:
+            break
+        found.setdefault(moment, number)
+    return list(found.values())
 
 
 def _sweep(paths: RunPaths, name: str) -> None:
