@@ -59,7 +59,8 @@ class Manifest:
         for name, column in row.items():
             if column.dtype.kind not in "biuf":
                 raise DataError(f"column {name!r} of dtype {column.dtype} cannot be cached; make it float16 or float32")
-        return cls(rows, {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in row.items()}, dict(info))
+        columns = {name: ColumnInfo(row[name].shape[1:], row[name].dtype) for name in sorted(row)}  # as JSON sorts them
+        return cls(rows, columns, dict(info))
 
     @property
     def nbytes(self) -> int:

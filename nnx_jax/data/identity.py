@@ -50,12 +50,14 @@ def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
         return value if np.isfinite(value) else {"float": repr(value)}
     if isinstance(value, bytes | complex):
         return {type(value).__name__: repr(value)}
+    if isinstance(value, type):
+        return {"class": full_name(value)}
+    if isinstance(value, types.ModuleType):
+        return {"module": value.__name__}
     if isinstance(value, np.generic) or (hasattr(value, "dtype") and hasattr(value, "shape")):
         return _array(value, where)
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, type):
-        return {"class": full_name(value)}
     if callable(getattr(value, "content_hash", None)):
         return {"class": full_name(type(value)), "hash": str(value.content_hash())}
     if isinstance(value, functools.partial):
@@ -70,8 +72,6 @@ def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
         return [identity_of(item, f"{where}[{index}]", _depth + 1) for index, item in enumerate(value)]
     if isinstance(value, set | frozenset):
         return {"set": sorted((identity_of(item, where, _depth + 1) for item in value), key=repr)}
-    if isinstance(value, types.ModuleType):
-        return {"module": value.__name__}
     if hasattr(value, "__qualname__") or isinstance(value, np.ufunc):
         return _function(value, where, _depth)
     return _object(value, where, _depth)
@@ -121,14 +121,21 @@ def full_name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _admit(value: Any) -> Any:
+def _given(value: Any) -> Any:
     if isinstance(value, Mapping) and set(value) == _GIVEN_IN_PYTHON:
         raise ValueError(f"{value['python']} was given in Python and is not stored; give it in Python again")
-    return OneOf("operator").admit(value) if isinstance(value, Mapping) else value
+    return value
 
+
+def _admit(value: Any) -> Any:
+    return OneOf("operator").admit(_given(value)) if isinstance(value, Mapping | str) else value
+
+
+Given = Annotated[Any, BeforeValidator(_given)]
+"""A field for an object given in Python."""
 
 Part = Annotated[Any, BeforeValidator(_admit)]
-"""A field for an operator or any Python object; in a file, a mapping with the `kind` of a registered operator."""
+"""A field for an operator or any Python object; in a file, a registered operator by its `kind`."""
 
 
 def part_state(value: Any) -> Any:

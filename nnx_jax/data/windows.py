@@ -14,7 +14,7 @@ from nnx_jax.core.registry import register
 from nnx_jax.core.spec import Spec
 from nnx_jax.data.dataset import ColumnInfo, describe_row
 from nnx_jax.data.dtypes import Columns
-from nnx_jax.data.identity import Part, full_name
+from nnx_jax.data.identity import Given, full_name
 from nnx_jax.data.iterable import DataId
 from nnx_jax.data.splits import PartitionedDataset, tenths
 
@@ -51,10 +51,10 @@ class WindowDataset(PartitionedDataset):
 
     parts: ClassVar[tuple[str, ...]] = ("data", "target")
 
-    data: Part
+    data: Given
     input_steps: Steps
     target_steps: Steps = 1
-    target: Part = None
+    target: Given = None
     lead: Annotated[int, Field(ge=0)] = 0
     stride: Steps = 1
     split_guard: Annotated[int, Field(ge=0)] | None = None
