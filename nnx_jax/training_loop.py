@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import PlainValidator
 
 from nnx_jax.backends.base import Trained, check_backend, load_backend
 from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.optimizers import DEFAULT, read_optimizer, settle_optimizer
+from nnx_jax.backends.parts import Part, check_writable, import_built_in, noted, split_callbacks
+from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.hashing import content_hash
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
-from nnx_jax.core.spec import Spec
+from nnx_jax.core.spec import ENVIRONMENT, Keywords, Spec
 from nnx_jax.core.stateful import StatefulOperator
 from nnx_jax.data.dataset import TrainingDataset
+from nnx_jax.loop.step_callbacks import StepCallbacks
 from nnx_jax.params.fields import Count, Precision, Seed, Size
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ TASK_FIRST = ("numpyro-svi", "numpyro-mcmc", "blackjax")
 """Backends that infer a posterior: they take a task, and no operator to begin with."""
 GRADIENT = ("nnx", "equinox", "lightning", "keras")
 """Backends that train the operator they are given."""
+TRAINS = {"nnx": ("nnx_jax.engines.operators", "NNXModelOp"), "equinox": ("nnx_jax.engines.equinox", "EquinoxModelOp")}
+"""The operators that built-in backends train, by backend: module and class."""
 
 
 class TrainerConfig(Spec):
@@ -80,14 +87,14 @@ class TrainingLoop(StatefulOperator):
     """Rows to train on."""
     val_dataset: Operator | None = None
     """Rows to evaluate on."""
-    loss: Any = None
+    loss: Annotated[Operator | Any, Part("loss")] = None
     """A loss operator, the kind of a built-in loss, or a function (predicted, target)."""
-    task: Any = None
-    """A TrainTask, `loss_fn(model, batch, key) -> (scalar, metrics)`, in place of a loss; or a Bayesian task."""
+    task: Annotated[Operator | Any, Part("task")] = None
+    """A TrainTask, `loss_fn(model, batch, key) -> (scalar, metrics)`, which goes before a loss; or a Bayesian task."""
     metrics: tuple[Any, ...] = ()
     """Further values to measure, as in `NNModelParams.metrics`."""
-    optimizer_config: Any = None
-    """`{"name": "adamw", "lr": 3e-4, ...}` with optax's arguments, or an optax transformation."""
+    optimizer_config: Annotated[Any, PlainValidator(settle_optimizer)] = DEFAULT
+    """`{"name": "adamw", "lr": 3e-4, ...}` with optax's arguments, or an optax transformation; see `read_optimizer`."""
     max_steps: Count
     """Length in committed updates."""
     steps_per_epoch: Count | None = None
@@ -98,11 +105,11 @@ class TrainingLoop(StatefulOperator):
     """Microbatches of an update."""
     backend: str = "nnx"
     """What trains; see `backend_names()`."""
-    callbacks: tuple[Any, ...] = ()
+    callbacks: tuple[Annotated[Operator | Any, Part("step_callback", "callback")], ...] = ()
     """Callbacks of either form, in their order."""
-    metric_writer: Any = Field(default=None, exclude=True)
-    """Python only: where values are written to."""
-    hooks: tuple[Any, ...] = ()
+    metric_writer: Annotated[Annotated[Operator | Any, Part("metric_writer")], ENVIRONMENT] = None
+    """Where values are written to."""
+    hooks: tuple[Annotated[Operator | Any, Part("hook")], ...] = ()
     """What takes part in the compiled step; see `nnx_jax.hooks`."""
     eval_every_n_steps: Count = 500
     """Updates between evaluations; the last update is always evaluated."""
@@ -112,7 +119,7 @@ class TrainingLoop(StatefulOperator):
     """Updates between commits; none: only the last update is committed."""
     max_checkpoints_to_keep: Count = 3
     """How many of the newest commits stay."""
-    checkpoint_dir: str | Path | None = None
+    checkpoint_dir: Annotated[str | Path | None, ENVIRONMENT] = None
     """Where commits are kept; none: nothing stays on the disk."""
     resume: Literal["auto", "full", "weights_only"] = "auto"
     """What is taken from a state it is called with; auto: all of it when this loop left it, else the weights."""
@@ -122,16 +129,16 @@ class TrainingLoop(StatefulOperator):
     """What a loss or gradient that is not finite does: end with an error, be left out, or end the run as it stands."""
     debug: bool = False
     """Whether everything runs operation by operation, for looking at values; slow."""
-    sharding: Any = Field(default=None, exclude=True)
-    """Python only: a ShardingSpec, or devices by axis; none: one device."""
-    distributed: Any = Field(default=None, exclude=True)
-    """Python only: a DDP, where the processes of a group train together."""
+    sharding: Annotated[Any, ENVIRONMENT] = None
+    """Devices by axis, as {"data": 4}, or a ShardingSpec; none: one device."""
+    distributed: Annotated[Any, ENVIRONMENT] = None
+    """A DDP, where the processes of a group train together."""
     seed: Seed = 0
     """Of everything random: order, dropout."""
-    quiet: bool = False
+    quiet: Annotated[bool, ENVIRONMENT] = False
     """Whether no progress is shown."""
 
-    names_of_files: ClassVar[tuple[str, ...]] = ("checkpoint_dir", "quiet")
+    places: ClassVar[tuple[str, ...]] = ("checkpoint_dir", "quiet", "metric_writer", "sharding", "distributed")
     lengths: ClassVar[tuple[str, ...]] = (
         "max_steps", "steps_per_epoch", "eval_every_n_steps", "log_every_n_steps", "checkpoint_every_n_steps",
         "max_checkpoints_to_keep", "callbacks", "resume", "val_dataset",
@@ -149,23 +156,43 @@ class TrainingLoop(StatefulOperator):
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # nested errors keep their path
 
+    @classmethod
+    def _normalised(cls, value: Mapping[Any, Any]) -> dict[Any, Any]:
+        if not isinstance(value, Keywords):  # a document: what it names must be registered
+            import_built_in()
+        return super()._normalised(value)
+
     def problems(self) -> Iterator[tuple[str, str]]:
-        """One objective, an operator where one is trained, one word on where and when commits are made."""
+        """One objective, parts that are what they stand for, one word on where and when commits are made."""
         yield from super().problems()
-        check_backend(self.backend)
+        yield from noted(lambda: check_backend(self.backend))
+        yield from noted(lambda: read_optimizer(self.optimizer_config, self.accumulate))
         if self.loss is None and self.task is None:
             yield "loss", "neither loss nor task is given; give a loss or task"
         if self.model_op is None and self.backend in GRADIENT:
             yield "model_op", f"is required by the backend '{self.backend}', which trains it"
-        commits = self._commits
-        if self.checkpoint_dir is not None and commits.get("save_dir") not in (None, str(self.checkpoint_dir)):
-            yield "checkpoint_dir", f"is {self.checkpoint_dir}, but a callback saves to {commits['save_dir']}; give one"
-        every = commits.get("every_n_steps")
-        if every is not None and self.checkpoint_every_n_steps not in (None, every):
-            yield "checkpoint_every_n_steps", f"is {self.checkpoint_every_n_steps}, a callback says {every}; give one"
+        if self.loss is not None and self.backend in GRADIENT:
+            yield from noted(lambda: _check_loss(self.loss))
+        check_operator(self.backend, self.model_op)
+        step_form = split_callbacks(self.callbacks)[1]
+        log_every, writer = self.log_every_n_steps, self.metric_writer
+        yield from (("callbacks", told) for _, told in noted(lambda: StepCallbacks(self, step_form, writer, log_every)))
+        yield from self._double_commits()
         parts = _parts(self.sharding)
         if parts is not None and self.batch_size % parts:
             yield "batch_size", f"is {self.batch_size}, which does not split over {parts} devices; give a multiple"
+
+    def _double_commits(self) -> Iterator[tuple[str, str]]:
+        """What the loop and a callback say of commits, both, and differently."""
+        said = self._commits
+        for name, other in (
+            ("checkpoint_dir", "save_dir"),
+            ("checkpoint_every_n_steps", "every_n_steps"),
+            ("max_checkpoints_to_keep", "keep_last"),
+        ):
+            mine = getattr(self, name)
+            if other in said and mine != self.default_of(name) and str(mine) != str(said[other]):
+                yield name, f"is {mine}, but a callback says {other}={said[other]}; give one"
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -216,24 +243,32 @@ class TrainingLoop(StatefulOperator):
     # -- where and when commits are made -----------------------------------------------------------------------
 
     @property
+    def _cadence(self) -> Any:
+        """The first callback with a cadence of commits, or None."""
+        return next(
+            (each for each in self.callbacks if hasattr(each, "every_n_steps") and hasattr(each, "keep_last")), None
+        )
+
+    @property
     def _commits(self) -> dict[str, Any]:
-        """What the first callback with a cadence of commits says of them."""
-        for each in self.callbacks:
-            if hasattr(each, "every_n_steps") and hasattr(each, "keep_last"):
-                save_dir = getattr(each, "save_dir", None)
-                found = {"every_n_steps": each.every_n_steps, "keep_last": each.keep_last}
-                return found | {"save_dir": None if save_dir is None else str(save_dir)}
-        return {}
+        """What that callback says of commits on purpose; its defaults stand behind what the loop says."""
+        found: dict[str, Any] = {}
+        for name in ("every_n_steps", "keep_last", "save_dir"):
+            value = getattr(self._cadence, name, None)
+            if value is not None and not (isinstance(self._cadence, Spec) and value == self._cadence.default_of(name)):
+                found[name] = value
+        return found
 
     @property
     def directory(self) -> str | None:
         """Where commits are kept: `checkpoint_dir`, or what a Checkpoint callback says; None for nowhere."""
-        return str(self.checkpoint_dir) if self.checkpoint_dir is not None else self._commits.get("save_dir")
+        found = self.checkpoint_dir or getattr(self._cadence, "save_dir", None)
+        return None if found is None else str(found)
 
     @property
     def commit_every(self) -> int | None:
         """Updates between commits: of the loop, or of a Checkpoint callback; None for the last update only."""
-        return self.checkpoint_every_n_steps or self._commits.get("every_n_steps")
+        return self.checkpoint_every_n_steps or getattr(self._cadence, "every_n_steps", None)
 
     @property
     def keep(self) -> int:
@@ -244,16 +279,34 @@ class TrainingLoop(StatefulOperator):
 
     def identity(self) -> str:
         """Return the hash of what makes the updates: without the length, cadences, callbacks and where files lie."""
-        known = {n: v for n, v in self.changed().items() if n not in (*self.lengths, *self.names_of_files)}
-        return content_hash({name: _described(value) for name, value in known.items()})
+        known = {n: v for n, v in self.changed().items() if n not in (*self.lengths, *self.places)}
+        return content_hash({name: _identified(value) for name, value in known.items()})
 
     def to_config(self) -> dict[str, Any]:
-        """Return `state()`: plain values that `from_config` makes the same loop of.
+        """Return `state()` with the fields that say where it runs: plain values that `from_config` makes the same loop
+        of, one that trains to the same weights.
 
         Raises:
-            ConfigError: naming the part that only Python can give (a function, an array).
+            ConfigError: naming the part that only Python can give: a function, an array, an object of a class that is
+                not registered, a model whose weights are in no file.
         """
-        return self.state(environment=True)
+        for name, value in self.changed().items():
+            check_writable(type(self).__name__, name, value)
+        weights = getattr(self.model_op, "weights", "")
+        if weights:
+            told = f"its weights {weights[:12]}... are in no configuration; name a built-in network instead, as in "
+            raise ConfigError(f"{told}NNXModelOp(net=FeedForwardParams(...), seed=0)", path="TrainingLoop.model_op")
+        config = self.state(environment=True)
+        self.from_state(config)  # rows that are in no file, say, are refused here rather than where it is loaded
+        return config
+
+    def to_yaml(self) -> str:
+        """Return `to_config()` as YAML; `from_yaml` gives an equal loop.
+
+        Raises:
+            ConfigError: see `to_config`.
+        """
+        return codec.dump_yaml(self.to_config())
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TrainingLoop:
@@ -262,13 +315,14 @@ class TrainingLoop(StatefulOperator):
 
     def get_config(self) -> dict[str, Any]:
         """Return every setting as JSON values, for people to read; what no file can hold is told by its class."""
+        from nnx_jax.backends.facts import describe_sharding
+
         found = {name: _described(getattr(self, name)) for name in type(self).model_fields}
-        return {**found, "dataset_hash": self.dataset.content_hash()}
+        sharding = describe_sharding(self.sharding)
+        return {**found, "sharding": sharding, "dataset_hash": self.dataset.content_hash()}
 
     def described(self) -> str:
         """Return the loop as YAML: loadable where every part is, else for people to read."""
-        from nnx_jax.core import codec
-
         with contextlib.suppress(ConfigError):
             return self.to_yaml()
         return codec.dump_yaml(self.get_config())
@@ -304,13 +358,50 @@ def _check_types(fields: Mapping[str, Any]) -> None:
         if not isinstance(value, wanted | Mapping | str):
             kind = "an Operator, such as NNXModelOp(module)" if name == "model_op" else "a TrainingDataset"
             raise TypeError(f"TrainingLoop.{name} is {type(value).__name__}; give {kind}")
+    writer = fields.get("metric_writer")
+    lacks = [name for name in ("write", "close") if not callable(getattr(writer, name, None))]
+    if not (writer is None or isinstance(writer, str | Mapping)) and lacks:
+        raise TypeError(f"TrainingLoop.metric_writer is {type(writer).__name__}; a MetricWriter has write and close")
     sharding = fields.get("sharding")
     if sharding is not None and not isinstance(sharding, Mapping) and _parts(sharding) is None:
         raise TypeError(f"TrainingLoop.sharding is {type(sharding).__name__}; give a ShardingSpec, or devices by axis")
     task, backend = fields.get("task"), fields.get("backend", "nnx")
-    if task is not None and backend in GRADIENT and not callable(getattr(task, "loss_fn", None)):
+    if (
+        not (task is None or isinstance(task, str | Mapping))
+        and backend in GRADIENT
+        and not callable(getattr(task, "loss_fn", None))
+    ):
         told = "a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
         raise TypeError(f"TrainingLoop.task is {type(task).__name__}; {told}")
+
+
+def check_operator(backend: str, operator: Any) -> None:
+    """Check that a built-in backend can train an operator of this class.
+
+    Raises:
+        TypeError: naming the class it trains.
+    """
+    module, name = TRAINS.get(backend, ("", ""))
+    if operator is None or not module:
+        return
+    wanted = getattr(importlib.import_module(module), name)
+    if not isinstance(operator, wanted):
+        told = f"TrainingLoop.model_op is {type(operator).__name__}; the backend '{backend}' trains an {name}"
+        raise TypeError(f"{told}: {name}(module)")
+
+
+def _check_loss(loss: Any) -> None:
+    """Check that a loss is one.
+
+    Raises:
+        ConfigError: (a ValueError) it is none.
+    """
+    from nnx_jax.objectives.operators import as_loss
+
+    try:
+        as_loss(loss)
+    except ConfigError as error:
+        raise ConfigError(str(error.args[0]), path="loss") from None
 
 
 def _parts(sharding: Any) -> int | None:
@@ -336,18 +427,37 @@ def _filled(callback: Any) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """A value as JSON: specs by their state, sets of them likewise, anything else by its class."""
+    """A value as JSON: specs by their state, operators by class and hash, anything else by its class."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Operator):
-        return {"class": type(value).__qualname__, "hash": value.content_hash()}
+        found = {"class": type(value).__qualname__}
+        with contextlib.suppress(ConfigError):  # it holds something that only Python has
+            found["hash"] = value.content_hash()
+        return found
     if isinstance(value, Spec):
         with contextlib.suppress(ConfigError):
             return value.state()
     if isinstance(value, Mapping):
         return {str(name): _described(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return [_described(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _identified(value: Any) -> Any:
+    """A value as JSON that differs where it would train differently: of a function its text and what it closes over."""
+    from nnx_jax.fit.identity import describe_function
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Spec):
+        with contextlib.suppress(ConfigError):
+            return value.content_hash()
+    if isinstance(value, Mapping):
+        return {str(name): _identified(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_identified(item) for item in value]
+    return describe_function(value)

@@ -75,9 +75,11 @@ def check_backend(name: Any) -> None:
     Raises:
         ConfigError: (a ValueError) with the names there are.
     """
-    if name not in _registered():
-        told = f"there is no backend {name!r}{nearest(name, backend_names())} (there are: {', '.join(backend_names())})"
-        raise ConfigError(told, path="backend")
+    names = backend_names()
+    if name not in names:
+        close = nearest(name, names)
+        hint = close if "did you mean" in close else ""
+        raise ConfigError(f"there is no backend {name!r}{hint} (there are: {', '.join(names)})", path="backend")
 
 
 def load_backend(name: str) -> Backend:
@@ -88,7 +90,12 @@ def load_backend(name: str) -> Backend:
         ImportError: its module cannot be imported.
     """
     check_backend(name)
-    module: Any = importlib.import_module(_registered()[name])
+    where = _registered()[name]
+    try:
+        module: Any = importlib.import_module(where)
+    except ImportError as error:
+        told = f"the backend '{name}' is the module {where}, which cannot be imported: {error}"
+        raise ImportError(f"{told}; install the package that brings it", name=where) from error
     if not callable(getattr(module, "run", None)):
         told = f"'{name}' is the module {module.__name__}, which has no run(loop, state) -> Trained"
         raise ConfigError(told, path="backend")
@@ -96,6 +103,14 @@ def load_backend(name: str) -> Backend:
 
 
 def _registered() -> dict[str, str]:
-    """Names and modules; what was registered in this process goes before what packages declare."""
-    declared = {point.name: point.value for point in entry_points(group=GROUP)}
+    """Names and modules; what is registered in this process goes before what packages declare.
+
+    Raises:
+        ConfigError: (a ValueError) two packages declare one name for different modules.
+    """
+    declared: dict[str, str] = {}
+    for point in entry_points(group=GROUP):
+        if declared.setdefault(point.name, point.value) != point.value and point.name not in _MODULES:
+            told = f"two packages declare the backend '{point.name}': {declared[point.name]} and {point.value}"
+            raise ConfigError(f"{told}; uninstall one, or choose with register_backend", path="backend")
     return {**declared, **_MODULES}
