@@ -169,6 +169,8 @@ class TrainingLoop(StatefulOperator):
         yield from noted(lambda: read_optimizer(self.optimizer_config, self.accumulate))
         if self.loss is None and self.task is None:
             yield "loss", "neither loss nor task is given; give a loss or task"
+        if self.task is None and self.loss is not None and self.backend in TASK_FIRST:
+            yield "task", f"is required by the backend '{self.backend}', which is task-first: a loss has no priors"
         if self.model_op is None and self.backend in GRADIENT:
             yield "model_op", f"is required by the backend '{self.backend}', which trains it"
         if self.loss is not None and self.backend in GRADIENT:
@@ -358,6 +360,10 @@ def _check_types(fields: Mapping[str, Any]) -> None:
         if not isinstance(value, wanted | Mapping | str):
             kind = "an Operator, such as NNXModelOp(module)" if name == "model_op" else "a TrainingDataset"
             raise TypeError(f"TrainingLoop.{name} is {type(value).__name__}; give {kind}")
+    for hook in fields.get("hooks") or ():
+        if not isinstance(hook, str | Mapping) and (isinstance(hook, type) or not callable(hook)):
+            told = f"TrainingLoop.hooks has {getattr(hook, '__name__', type(hook).__name__)}"
+            raise TypeError(f"{told}; a hook is an object that is called as hook(ctx, stage)")
     writer = fields.get("metric_writer")
     lacks = [name for name in ("write", "close") if not callable(getattr(writer, name, None))]
     if not (writer is None or isinstance(writer, str | Mapping)) and lacks:

@@ -107,7 +107,7 @@ def check_writable(owner: str, name: str, value: Any) -> None:
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
             check_writable(owner, f"{name}[{index}]", item)
-    elif not (value is None or isinstance(value, _PLAIN) or callable(getattr(value, "state", None))):
+    elif not (value is None or isinstance(value, _PLAIN)):
         what = getattr(value, "__qualname__", type(value).__name__)
         raise ConfigError(f"a file cannot hold {what}; it can be used from Python only", path=place)
 
