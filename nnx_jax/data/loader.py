@@ -169,6 +169,10 @@ class LoaderIterator:
         self._seek(epoch, start)
 
     def _seek(self, epoch: int, start: int) -> None:
+        finds: Any = getattr(self._feed._loader, "batches_from", None)
+        if start and finds is not None:  # a stream, which need not be read up to there
+            self._source, self._waiting, self._epoch, self._next = finds(epoch, start), [], epoch, start
+            return
         source, first = self._feed._open(epoch)
         waiting: list[Any] = [first] if start == 0 else []
         left = start - 1

@@ -297,8 +297,21 @@ class StreamLoader:
         self._epoch = epoch
 
     def __iter__(self) -> StreamBatches:
-        first = 0 if self.once or not self._epoch else self._epoch * len(self)
-        return StreamBatches(self, first, None if self.once or self._n_batches is None else first + len(self))
+        return self.batches_from(self._epoch, 0)
+
+    def batches_from(self, epoch: int, start: int) -> StreamBatches:
+        """Return batches `start`.. of an epoch; what comes before is not read where the source can begin anywhere.
+
+        Raises:
+            DataError: an epoch after one without end, a batch that no epoch has.
+        """
+        self.set_epoch(epoch)
+        if self.once or self._n_batches is None:
+            return StreamBatches(self, start, None)
+        if start > self._n_batches:
+            raise DataError(f"batch {start} of epoch {epoch}: an epoch has {self._n_batches} batches")
+        first = epoch * self._n_batches
+        return StreamBatches(self, first + start, first + self._n_batches)
 
     @property
     def partition(self) -> dict[str, Any]:
@@ -364,12 +377,6 @@ class StreamBatches:
             raise StopIteration
         self._next += 1
         return dict(batch)
-
-    def skip(self, count: int) -> int:
-        """Leave out so many batches; return how many there were to leave out, all of them in an epoch without end."""
-        left = count if self._last is None else min(count, self._last - self._next)
-        self._next += left
-        return left
 
 
 def stream_feed(

@@ -217,9 +217,7 @@ def test_types_and_whole_columns(tmp_path: Path) -> None:
     wide = CachedDataset(source=ArrayDataset(np.array([[1 / 3]])), cache_dir=str(tmp_path)).widened()
     assert wide.take(np.array([0]))["x"].dtype == np.float64
     assert wide.take(np.array([0]))["x"][0, 0] == 1 / 3
-    again = TrainingDataset.from_yaml(
-        f"kind: cached\ncache_dir: {tmp_path}\nsource: {{kind: digits, split: test}}\n"
-    )
+    again = TrainingDataset.from_yaml(f"kind: cached\ncache_dir: {tmp_path}\nsource: {{kind: digits, split: test}}\n")
     assert len(again) == 176
     assert again.content_hash() == again.source.content_hash()  # type: ignore[attr-defined]
 

@@ -129,7 +129,10 @@ def test_no_two_samples_share_a_seed() -> None:
     """Neither within a dataset, between its splits (pipekit:B12), nor between base seeds (pipekit:B13)."""
     assert not np.array_equal(simulated(seed=42)[0][0], simulated(seed=42, split="val")[0][0])
     seeds = [
-        seed for base in range(30) for split in SPLITS for seed in simulated(seed=base, n_samples=200, split=split).sample_seeds()
+        seed
+        for base in range(30)
+        for split in SPLITS
+        for seed in simulated(seed=base, n_samples=200, split=split).sample_seeds()
     ]
     assert len(set(seeds)) == 30 * 200
     assert min(seeds) >= 0

@@ -160,7 +160,10 @@ def test_map_and_the_or_operator() -> None:
     twice = mapped | (Shift(by=1.0) | Shift(by=2.0))
     np.testing.assert_array_equal(twice.take(np.array([2, 0]))["x"], X[[2, 0]] + 4)
     assert mapped.info == data.info
-    assert len({d.content_hash() for d in (data, mapped, twice, data | Shift(by=2.0), data.map(Shift(by=1.0), on="y"))}) == 5
+    assert (
+        len({d.content_hash() for d in (data, mapped, twice, data | Shift(by=2.0), data.map(Shift(by=1.0), on="y"))})
+        == 5
+    )
     assert TrainingDataset.from_state({"kind": "map", "source": "digits", "op": "shift_for_tests"})[0][0].shape == (64,)
     back = TrainingDataset.from_state(DigitsDataset().map(Shift(by=2.0)).state())
     assert back == DigitsDataset().map(Shift(by=2.0))
@@ -244,7 +247,10 @@ def test_what_an_object_holds_is_its_identity() -> None:
     ("value", "told"),
     [
         (Holder(f=lambda: 0), r"Holder\.f: the function .*<lambda> has no name"),
-        (Holder(a=[1, Holder(g=np.random.default_rng(0))]), r"Holder\.a\[1\]\.g is a numpy.random._generator.Generator"),
+        (
+            Holder(a=[1, Holder(g=np.random.default_rng(0))]),
+            r"Holder\.a\[1\]\.g is a numpy.random._generator.Generator",
+        ),
         (Holder(a=(i for i in range(3))), r"Holder\.a"),
         (Holder(a=np.array([object()])), "cannot be hashed"),
     ],
