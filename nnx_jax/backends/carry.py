@@ -12,6 +12,7 @@ import numpy as np
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.stateful import CarryState
+from nnx_jax.engines.blobs import read_blob, write_blob
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,15 +105,11 @@ def _text(model: Any) -> str:
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> str:
-    from safetensors.numpy import save
-
-    return base64.b64encode(save({name: np.asarray(a, order="C") for name, a in arrays.items()})).decode()
+    return base64.b64encode(write_blob(arrays)).decode()
 
 
 def _unpacked(text: str) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load
-
-    return load(base64.b64decode(text))
+    return read_blob(base64.b64decode(text), "the arrays of a state")
 
 
 def _number(value: float) -> float | str:

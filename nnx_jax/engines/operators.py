@@ -15,6 +15,7 @@ from nnx_jax.core.errors import ConfigError, ModelError, nearest
 from nnx_jax.core.hashing import hash_arrays
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
+from nnx_jax.engines.blobs import read_blob, write_blob
 from nnx_jax.engines.inference import weights_of
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.nets import build_net
@@ -69,9 +70,7 @@ class ModelOp(Operator):
 
     def serialize_weights(self) -> bytes:
         """Return every weight and statistic as the bytes of a safetensors file: names, shapes, dtypes, values."""
-        from safetensors.numpy import save
-
-        return save({name: np.asarray(value, order="C") for name, value in self.arrays().items()})
+        return write_blob(self.arrays())
 
     def with_weights(self, blob: bytes) -> Self:
         """Return this operator with the weights of `serialize_weights()`; this one stays as it is.
@@ -85,24 +84,6 @@ class ModelOp(Operator):
     def _layout(self) -> Mapping[str, Any]:
         """What the weights look like: name -> something with a shape and a dtype."""
         return self.arrays()
-
-
-def read_blob(blob: Any) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors blob.
-
-    Raises:
-        TypeError: something else than bytes.
-        ModelError: (a ValueError) bytes that are no safetensors file.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    if not isinstance(blob, bytes | bytearray | memoryview):
-        raise TypeError(f"weights are bytes, as serialize_weights() gives them; got {type(blob).__name__}")
-    try:
-        return load(bytes(blob))
-    except SafetensorError as error:
-        raise ModelError(f"the {len(blob)} bytes are no weights (a safetensors file): {error}") from error
 
 
 def check_fit(what: str, wanted: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
