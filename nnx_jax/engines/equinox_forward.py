@@ -90,7 +90,8 @@ class PureEquinox:
 
     def opened(self, params: Mapping[str, Any], model_state: Mapping[str, Any], key: Any, *, train: bool) -> OpenedNet:
         """The module with these leaves, to be called with rows; for this trace alone."""
-        return OpenedNet(self, {**params, **model_state}, key, train=train)
+        kind = OpenedForBatches if self.takes_batch else OpenedNet
+        return kind(self, {**params, **model_state}, key, train=train)
 
     def closed(self, net: OpenedNet, like: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """(leaves of the module, model_state) of a net from `opened`, the state in the dtypes of `like`."""
@@ -179,24 +180,23 @@ class OpenedNet:
         return with_rows(self._pure.assembled(self.leaves, train=self._train)[0], self.rows)
 
     def __call__(self, x: Any) -> Any:
-        """Return the outputs [B, ...] for rows x [B, ...]; for a batch where the module takes one.
+        """Return the outputs [B, ...] for rows x [B, ...]; every call draws noise of its own.
 
-        Every call draws noise of its own. Outputs of 16 bits become float32.
+        Outputs of 16 bits become float32.
 
         Raises:
             ModelError: a module with state does not return a pair (output, state).
         """
-        pure, key = self._pure, self._key if self._calls == 0 else jax.random.fold_in(self._key, self._calls)
-        self._calls += 1
-        if pure.takes_batch:
-            outputs, self.state = self._one(self.module, pure.narrowed(x), key, self.state)
-        else:
-            module, x = self.module, pure.narrow(jnp.asarray(x))
-            keys = jax.random.split(key, x.shape[0]) if pure.takes_key else None
-            row = lambda x, key, state: self._one(module, x, key, state)  # noqa: E731
-            mapped = jax.vmap(row, in_axes=(0, 0, None), out_axes=(0, None), axis_name=pure.axis)
-            outputs, self.state = mapped(x, keys, self.state)
+        pure, module, x = self._pure, self.module, self._pure.narrow(jnp.asarray(x))
+        keys = jax.random.split(self._next_key(), x.shape[0]) if pure.takes_key else None
+        row = lambda x, key, state: self._one(module, x, key, state)  # noqa: E731
+        mapped = jax.vmap(row, in_axes=(0, 0, None), out_axes=(0, None), axis_name=pure.axis)
+        outputs, self.state = mapped(x, keys, self.state)
         return jax.tree.map(_to_float32, outputs)
+
+    def _next_key(self) -> jax.Array:
+        self._calls += 1
+        return self._key if self._calls == 1 else jax.random.fold_in(self._key, self._calls - 1)
 
     def _one(self, module: Any, x: Any, key: Any, state: Any) -> tuple[Any, Any]:
         """(output, state) of one call of the module."""
@@ -207,6 +207,16 @@ class OpenedNet:
         if not isinstance(found, tuple) or len(found) != 2 or type(found[1]) is not type(state):
             raise ModelError(f"{type(module).__name__} has state, so it returns (output, state), not a {type(found)}")
         return found
+
+
+class OpenedForBatches(OpenedNet):
+    """One whose module takes whole batches, a mapping of columns."""
+
+    takes_batch = True
+
+    def __call__(self, x: Any) -> Any:
+        outputs, self.state = self._one(self.module, self._pure.narrowed(x), self._next_key(), self.state)
+        return jax.tree.map(_to_float32, outputs)
 
 
 def _is_float(value: Any) -> bool:
