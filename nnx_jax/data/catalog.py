@@ -55,7 +55,7 @@ class CatalogDataset(PartitionedDataset):
 
     parts: ClassVar[tuple[str, ...]] = ("preprocess", "target_op", "reader")
 
-    catalog: str | tuple[Mapping[str, Any], ...] | Mapping[str, Any]
+    catalog: Any
     preprocess: Part = None
     target_op: Part = None
     reader: Part = None
@@ -63,8 +63,11 @@ class CatalogDataset(PartitionedDataset):
     _kept: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Operators must be callable."""
+        """A catalog must be one, and operators callable."""
         yield from super().problems()
+        if not isinstance(self.catalog, str | tuple | Mapping):
+            name = type(self.catalog).__name__
+            yield "catalog", f"got a {name}; expected a file, a list of entries, or a mapping of entries by id"
         for name in self.parts:
             part = getattr(self, name)
             if part is not None and not callable(part):
