@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -109,6 +110,8 @@ class StepCallbacks(own.Callback):
     evaluation with every `on_eval_end`, then the commit, then the end if somebody asked for it. Callbacks are called in
     their order, `on_train_end` in reverse. Metrics are "loss", the differentiated scalar, and every loss term by name.
 
+    A writer also gets "lr", the rate that the update used.
+
     The device is read after every single update only when some callback has `on_step_end`, or an `on_epoch_end` falls
     between two reads. Otherwise the values come with the reads that are made anyway.
 
@@ -160,7 +163,7 @@ class StepCallbacks(own.Callback):
         self.log_every, self.steps_per_epoch = log_every, steps_per_epoch
         self.state = StepState(make_model, world.writes)
         self._begun: list[Any] = []
-        self._written = -1
+        self._written, self._rate = -1, math.nan
         self._stateful = _named([c for c in given if _is_stateful(c)])
         self.component_name = "step_callbacks" if self._stateful else None
         epochs = steps_per_epoch is not None and any(_has(c, "on_epoch_end") for c in given)
@@ -212,7 +215,7 @@ class StepCallbacks(own.Callback):
             self._updated(ctx, event.update_idx, event)
 
     def _updated(self, ctx: TrainContext, step: int, event: UpdateEvent) -> None:
-        metrics = {**event.losses, "loss": event.loss}
+        metrics, self._rate = {**event.losses, "loss": event.loss}, event.lr
         self.state.move(ctx, step, metrics)
         if self.writer is not None and step % self.log_every == 0:
             self._write()
@@ -235,7 +238,7 @@ class StepCallbacks(own.Callback):
             _tell(callback, hook, self.loop, self.state, dict(metrics))  # a copy each: what one writes is its own
 
     def _write(self) -> None:
-        self.writer.write(self.state.step, dict(self.state.metrics))
+        self.writer.write(self.state.step, {**self.state.metrics, "lr": self._rate})
         self._written = self.state.step
 
     # -- the end -----------------------------------------------------------------------------------------------
