@@ -75,8 +75,7 @@ class TrainerCarryState(CarryState):
             raise ConfigError(f"a TrainerCarryState has {', '.join(names)}; {', '.join(odd)} is missing or unknown")
         stored = state["model"]
         if stored is not None:
-            template: Any = model if model is not None else Operator.from_state(stored["state"])
-            stored = template.with_weights(base64.b64decode(stored["weights"]))
+            stored = _revived(stored["state"], base64.b64decode(stored["weights"]), model)
         return cls(
             model=stored,
             opt_state=None if state["opt_state"] is None else _unpacked(state["opt_state"]),
@@ -102,6 +101,15 @@ def _text(model: Any) -> str:
     if not hasattr(model, "serialize_weights"):
         raise ConfigError(f"{type(model).__name__} has no serialize_weights(), so its state has no form in a file")
     return base64.b64encode(model.serialize_weights()).decode()
+
+
+def _revived(state: Mapping[str, Any], weights: bytes, template: Any) -> Any:
+    """The operator of a state, its module taken from a template where there is one."""
+    described: Any = Operator.from_state(state)
+    if template is None:
+        return described.with_weights(weights)
+    found = template.with_weights(weights)
+    return described.of(found.whole) if hasattr(described, "of") else found
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> str:

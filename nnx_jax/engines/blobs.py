@@ -56,11 +56,11 @@ def read_blob(blob: Any, what: str = "weights") -> dict[str, np.ndarray]:
     from safetensors import SafetensorError, deserialize
 
     if not isinstance(blob, bytes | bytearray | memoryview):
-        raise TypeError(f"{what} are bytes, as they were written; got {type(blob).__name__}")
+        raise TypeError(f"expected {what} as bytes, got {type(blob).__name__}")
     try:
         stored = deserialize(bytes(blob))
     except SafetensorError as error:
-        raise ModelError(f"the {len(blob)} bytes are no {what} (a safetensors file): {error}") from error
+        raise ModelError(f"the {len(blob)} bytes are not {what} (a safetensors file): {error}") from error
     found = {}
     for name, told in stored:
         if told["dtype"] not in DTYPES:

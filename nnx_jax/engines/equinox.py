@@ -159,6 +159,11 @@ class EquinoxModelOp(ModelOp):
         """The module; see `net`."""
         return self.net.module
 
+    @property
+    def whole(self) -> Any:
+        """The module and its State, as `of` takes them."""
+        return self.net
+
     def get_config(self) -> dict[str, Any]:
         """Return what is known of the module without its weights."""
         return {"module_class": self.module_class.rpartition(".")[2]}

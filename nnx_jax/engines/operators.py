@@ -47,6 +47,11 @@ class ModelOp(Operator):
     def module(self) -> Any:
         """The model itself."""
 
+    @property
+    def whole(self) -> Any:
+        """The model with everything that belongs to it, as an operator's `of` takes it."""
+        return self.module
+
     @abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
         """Return every weight and statistic by name."""
