@@ -70,6 +70,9 @@ class Variational:
         self.sites = latent_sites(self.model, args)
         self._plain_guide = fresh_guide(task, self.model)
         self.guide = by_rows(self._plain_guide)
+        partial = rows is not None and rows != len(args[0])
+        if partial:
+            self._check_latents(args)
         svi = SVI(self.model, self.guide, SGD(0.0), self.elbo)
         state = svi.init(jax.random.key(seed), *args)
         self.constrained: Any = svi.constrain_fn
@@ -77,8 +80,8 @@ class Variational:
         self._state_tree, self.model_state = _named(state.mutable_state)
         if not self.params:
             raise ModelError("neither guide nor model has a parameter to train (numpyro.param)")
-        if (rows or len(args[0])) != len(args[0]):
-            self._check_rows(args)
+        if partial:
+            self._check_params(args)
 
     def loss(self, params: Mapping[str, Any], model_state: Mapping[str, Any], key: Any, args: Args) -> tuple[Any, Any]:
         """Return (negative ELBO of the rows, a scalar; new model_state); as `SVI.update` differentiates it."""
@@ -112,27 +115,31 @@ class Variational:
         made = NumpyroPredictiveOp(self.task, **fields)
         return made.with_guide(self._plain_guide, self.values, self.params, self.model_state)
 
-    def _check_rows(self, args: Args) -> None:
-        """Refuse parameters of single rows: which of all rows a batch holds, no plate knows."""
-        from numpyro.handlers import seed, substitute, trace
+    def _check_latents(self, args: Args) -> None:
+        """Refuse an AutoGuide for latent values of single rows, for each of which it has parameters."""
+        from numpyro.handlers import seed, trace
         from numpyro.infer.autoguide import AutoGuide
 
-        values = self.constrain(self.params)
-        found = {
-            "model": trace(seed(self.model, 0)).get_trace(*args),
-            "guide": trace(seed(substitute(self.guide, data=values), 0)).get_trace(*args),
-        }
-        cut = {name for name, site in found["model"].items() if site["type"] == "plate" and _cut(site)}
-        kinds = {"guide": ["param"], "model": ["sample"] if isinstance(self._plain_guide, AutoGuide) else []}
-        for part, wanted in kinds.items():
-            for name, site in found[part].items():
-                frames = {frame.name for frame in site.get("cond_indep_stack", [])}
-                if site["type"] in wanted and not site.get("is_observed", False) and frames & cut:
-                    raise ModelError(
-                        f"site {name!r} has a value for every single row, and batches hold {len(args[0])} rows whose "
-                        "places no plate knows; give an amortised guide, which computes it from x, or give all rows "
-                        "in one batch"
-                    )
+        if isinstance(self._plain_guide, AutoGuide):
+            self._refuse_single_rows(trace(seed(self.model, 0)).get_trace(*args), "sample", len(args[0]))
+
+    def _check_params(self, args: Args) -> None:
+        """Refuse a guide's parameters of single rows."""
+        from numpyro.handlers import seed, substitute, trace
+
+        guide = substitute(self.guide, data=self.constrain(self.params))
+        self._refuse_single_rows(trace(seed(guide, 0)).get_trace(*args), "param", len(args[0]))
+
+    def _refuse_single_rows(self, found: Mapping[str, Any], kind: str, rows: int) -> None:
+        """Which of all rows a batch holds, no plate knows."""
+        cut = {name for name, site in found.items() if site["type"] == "plate" and _cut(site)}
+        for name, site in found.items():
+            frames = {frame.name for frame in site.get("cond_indep_stack", [])}
+            if site["type"] == kind and not site.get("is_observed", False) and frames & cut:
+                raise ModelError(
+                    f"site {name!r} has a value for every single row, and batches hold {rows} rows whose places no "
+                    "plate knows; give an amortised guide, which computes it from x, or give all rows in one batch"
+                )
 
 
 def _cut(plate: Mapping[str, Any]) -> bool:
