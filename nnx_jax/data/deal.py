@@ -95,8 +95,7 @@ class DealtLoader:
 
     def _augment(self, epoch: int) -> AugmentKeys | None:
         """Keys that differ from batch to batch of the whole group."""
-        changes = getattr(type(self._rows), "augment", TrainingDataset.augment) is not TrainingDataset.augment
-        if self.seed is None or not changes:
+        if self.seed is None or not getattr(self._rows, "augments", False):
             return None
         return AugmentKeys(self.seed + epoch, self.rank, self.world)
 

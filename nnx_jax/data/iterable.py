@@ -170,18 +170,23 @@ class IterableDataset(StreamingDataset):
         Raises:
             DataError: an iterator that was read before.
         """
-        return chunks_of(self._items(), f"iterable {self.data_id!r}", batched=self.batched, skip=start)
+        for chunk in chunks_of(self._items(), f"iterable {self.data_id!r}", batched=self.batched, skip=start):
+            self._look_at(chunk)
+            yield chunk
 
     @property
     def columns(self) -> dict[str, ColumnInfo]:
         """Name -> shape and dtype of one row; an iterator's first item is kept for the pass."""
-        if self.one_shot and not self._kept.get("used"):
-            first = next(self.source, None)
-            self._kept["ahead"] = [] if first is None else [first]
-            items, self._kept["used"] = self._kept["ahead"], False
-            for chunk in chunks_of(items, f"iterable {self.data_id!r}", batched=self.batched):
-                self._kept["columns"] = {n: ColumnInfo(value.shape[1:], value.dtype) for n, value in chunk.items()}
+        if self.one_shot and not self._kept.get("used") and "columns" not in self._kept:
+            self._kept["ahead"] = list(itertools.islice(self.source, 1))
+            for chunk in chunks_of(self._kept["ahead"], f"iterable {self.data_id!r}", batched=self.batched):
+                self._look_at(chunk)
         return super().columns
+
+    def _look_at(self, chunk: Columns) -> None:
+        """Keep the shapes of the first rows: an iterator's cannot be looked at twice."""
+        if "columns" not in self._kept:
+            self._kept["columns"] = {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in chunk.items()}
 
     def _items(self) -> Iterator[Any]:
         if not self.one_shot:

@@ -99,6 +99,12 @@ class LoaderFeed:
         return {"data_id": self.data_id} | told
 
     @property
+    def info(self) -> dict[str, Any]:
+        """What the loader tells a network about its data (`TrainingDataset.info`); {} for one that tells nothing."""
+        found = getattr(self._loader, "info", None)
+        return dict(found) if isinstance(found, Mapping) else {}
+
+    @property
     def one_shot(self) -> bool:
         """The loader is an iterator: what is taken from it is gone."""
         return isinstance(self._loader, Iterator)

@@ -92,7 +92,7 @@ class Feed:
                 raise DataError(f"{name} must be a whole number of 0 or more, found {number!r}")
         self.dataset, self.batch_size, self.tail = dataset, int(batch_size), tail
         self.shuffle, self.seed, self.prefetch, self.workers = shuffle, int(seed), prefetch, workers
-        self.augments = augment and type(dataset).augment is not TrainingDataset.augment
+        self.augments = augment and dataset.augments
 
     @classmethod
     def evaluation(cls, dataset: TrainingDataset, *, batch_size: int, prefetch: int = 0) -> Feed:

@@ -314,6 +314,11 @@ class StreamLoader:
         return StreamBatches(self, first + start, first + self._n_batches)
 
     @property
+    def info(self) -> dict[str, Any]:
+        """What a network needs to know, as far as the dataset tells."""
+        return self.dataset.info
+
+    @property
     def partition(self) -> dict[str, Any]:
         """What a position depends on, as JSON; kept with it, so that a run never continues in another stream."""
         told: dict[str, Any] = {

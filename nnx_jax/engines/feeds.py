@@ -110,7 +110,7 @@ def data_info(feeds: Mapping[str, Feed | LoaderFeed]) -> dict[str, Any]:
     feed = feeds["train"]
     if isinstance(feed, Feed):
         return dict(feed.dataset.info)
-    return {"input_shape": feed.signature()["x"].shape[1:]}
+    return {"input_shape": feed.signature()["x"].shape[1:]} | feed.info
 
 
 def sizes_for(loss: Loss, info: dict[str, Any]) -> dict[str, Any]:

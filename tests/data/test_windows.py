@@ -120,7 +120,8 @@ def test_identity() -> None:
     changed[50, 0] += 1
     others = [
         windows(data=changed), windows(target=changed), windows(input_steps=4), windows(target_steps=2),
-        windows(lead=1), windows(stride=2), windows(split="val"), windows(split_guard=9), windows(data_id="series"), base.widened(),
+        windows(lead=1), windows(stride=2), windows(split="val"), windows(split_guard=9), windows(data_id="series"),
+        base.widened(),
     ]  # fmt: skip
     assert len({data.content_hash() for data in (base, *others)}) == 11
     assert base == windows()
