@@ -54,7 +54,7 @@ class TrainerConfig(Spec):
     log_every_n_steps: Count = 100
     """Updates between two records of the metric writer."""
     checkpoint_every_n_steps: Count | None = None
-    """Updates between commits; none: only the last update is committed."""
+    """Updates between commits; none: as a Checkpoint callback says, or `eval_every_n_steps`. The last always is one."""
     max_checkpoints_to_keep: Count = 3
     """How many of the newest commits stay."""
     precision: Precision = "float32"
@@ -116,7 +116,7 @@ class TrainingLoop(StatefulOperator):
     log_every_n_steps: Count = 100
     """Updates between two records of the metric writer."""
     checkpoint_every_n_steps: Count | None = None
-    """Updates between commits; none: only the last update is committed."""
+    """Updates between commits; none: as a Checkpoint callback says, or `eval_every_n_steps`. The last always is one."""
     max_checkpoints_to_keep: Count = 3
     """How many of the newest commits stay."""
     checkpoint_dir: Annotated[str | Path | None, ENVIRONMENT] = None
@@ -269,8 +269,15 @@ class TrainingLoop(StatefulOperator):
 
     @property
     def commit_every(self) -> int | None:
-        """Updates between commits: of the loop, or of a Checkpoint callback; None for the last update only."""
-        return self.checkpoint_every_n_steps or getattr(self._cadence, "every_n_steps", None)
+        """Updates between commits: of the loop, of a Checkpoint callback, or of the evaluations; None without a place."""
+        every = self.checkpoint_every_n_steps or getattr(self._cadence, "every_n_steps", None)
+        return every or (None if self.directory is None else self.eval_every_n_steps)
+
+    @property
+    def monitor(self) -> tuple[str, str] | None:
+        """(name of a value, "min" or "max") by which a Checkpoint callback tells the best commit; None for the default."""
+        name = getattr(self._cadence, "monitor", None)
+        return None if name is None else (name, self._cadence.mode)
 
     @property
     def keep(self) -> int:

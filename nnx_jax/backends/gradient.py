@@ -32,7 +32,7 @@ from nnx_jax.objectives.operators import as_loss
 from nnx_jax.params.data import NNDataParams
 from nnx_jax.params.model import NNModelParams
 from nnx_jax.params.run import RunSpec
-from nnx_jax.params.train import CheckpointParams, NNTrainParams
+from nnx_jax.params.train import CheckpointParams, MonitorSpec, NNTrainParams
 from nnx_jax.runs.resume import ResumePoint, find_point
 from nnx_jax.spmd.mesh import ShardingSpec
 
@@ -182,6 +182,7 @@ class _Stage:
                 log_every_n_steps=loop.log_every_n_steps,
                 eval_every_n_steps=loop.eval_every_n_steps if loop.val_dataset is not None else None,
                 eval_every_n_epochs=None,
+                monitor=self._monitor(),
                 save_phase_checkpoints=False,
                 dispatch="eager" if loop.debug else "auto",
                 resume_from_run_id=point.run_id if isinstance(point, ResumePoint) else None,
@@ -195,6 +196,21 @@ class _Stage:
             elastic=True,
             given=given_parts(loop.task, None, loop.task),
         )
+
+    def _monitor(self) -> MonitorSpec | None:
+        """What tells the best commit; None for the run's own rule.
+
+        Raises:
+            ConfigError: (a ValueError) a name without its split.
+        """
+        if self.loop.monitor is None:
+            return None
+        name, mode = self.loop.monitor
+        split, _, metric = name.partition("_")
+        if split not in ("train", "val") or not metric:
+            told = f"got {name!r}; name a value with its split, such as 'val_loss' or 'train_loss'"
+            raise ConfigError(told, path="Checkpoint.monitor")
+        return MonitorSpec(metric=metric, split=split, mode=mode)  # type: ignore[arg-type]
 
     def _salt(self, point: Any) -> str | None:
         """What tells this start from others of the same settings: a commit before LAST, runs of other machines."""

@@ -161,6 +161,10 @@ class Checkpoint(StepCallback):
     """Where runs are; none: where the loop says."""
     registry: Annotated[Any, PlainValidator(_registry)] = Field(default=None)
     """A ModelRegistry for the trained model."""
+    monitor: Text | None = None
+    """Value whose best commit stays besides the newest: "val_loss", "train_loss"; none: "val_loss" where there is one."""
+    mode: Literal["min", "max"] = "min"
+    """Which direction of `monitor` is better."""
 
     _hash: str | None = PrivateAttr(default=None)
 
