@@ -12,6 +12,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -26,6 +27,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _CLASSES: dict[tuple[str, str], type] = {}
 _IMPORTED: set[str] = set()
+_DESCRIBED: ContextVar[frozenset[str]] = ContextVar("families whose JSON Schema is being made", default=frozenset())
 
 ANY_FAMILY = "operator"
 """The family of operators that belong to no narrower one; through it a full kind reaches every family."""
@@ -197,11 +199,21 @@ class OneOf:
 
 
 def family_json_schema(family: str, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-    """Return a JSON Schema that offers every registered kind of a family, told apart by `kind`."""
+    """Return a JSON Schema that offers every registered kind of a family, told apart by `kind`.
+
+    A member inside a member of the same family is described by its kind alone: there is no end to them.
+    """
     names = kinds(family)
     if not names:
         return {"type": "object"}
+    if family in _DESCRIBED.get():  # inside a member that holds members: their kind is described, no more
+        kind = {"enum": names}
+        return {"anyOf": [kind, {"type": "object", "properties": {"kind": kind}, "required": ["kind"]}]}
     members: list[Any] = [lookup(family, kind) for kind in names]
-    # A union, for pydantic to ask each member for its own description; `kind` makes exactly one of them fit.
-    union = handler(core_schema.union_schema([member.__pydantic_core_schema__ for member in members]))
+    outer = _DESCRIBED.set(_DESCRIBED.get() | {family})
+    try:
+        # A union, for pydantic to ask each member for its own description; `kind` makes exactly one of them fit.
+        union = handler(core_schema.union_schema([member.__pydantic_core_schema__ for member in members]))
+    finally:
+        _DESCRIBED.reset(outer)
     return {"anyOf": [{"enum": names}, {"oneOf": union.get("anyOf", [union])}]}

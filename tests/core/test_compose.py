@@ -52,6 +52,7 @@ class Sums(CarryState):
     calls: int = 0
 
 
+@register("seq_add_up", replace=True)
 class AddUp(StatefulOperator):
     """Adds its carrier to the total and hands the carrier on, negated."""
 
@@ -243,12 +244,24 @@ def test_a_stateful_operator_that_returns_no_pair_is_named(result: object, told:
 
 
 def test_a_stateful_operator_without_a_meaning_says_so() -> None:
-    with pytest.raises(TypeError, match="StatefulOperator|Bare"):
+    class Bare(StatefulOperator):
+        pass
 
-        class Bare(StatefulOperator):
-            pass
-
+    with pytest.raises(TypeError, match="Bare does not say what calling it does"):
         Bare()(1.0, None)
+
+
+def test_a_place_for_a_stateful_operator_takes_no_other() -> None:
+    class Steps(Operator):
+        step: StatefulOperator
+
+    assert isinstance(Steps(step={"kind": "seq_add_up", "start": 2.0}).step, AddUp)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"Steps\.step: .*the kind 'seq_scale' is a Scale, which is no StatefulOperator"
+    ):
+        Steps(step="seq_scale")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Steps\.step: got a Scale; expected a StatefulOperator"):
+        Steps(step=Scale())  # type: ignore[arg-type]
 
 
 def test_a_sequence_describes_itself() -> None:

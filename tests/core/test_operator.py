@@ -297,3 +297,18 @@ def test_the_json_schema_of_a_place_for_any_operator_asks_for_a_kind() -> None:
     place = schema["$defs"]["Operator"]["anyOf"]
     assert place[1]["required"] == ["kind"]
     assert "Operator" in schema["properties"]["one"]["anyOf"][0]["$ref"]
+
+
+def test_the_json_schema_of_a_family_whose_members_hold_members_ends() -> None:
+    @register("op_stack", replace=True)
+    class Stack(Bench):
+        below: tuple[Bench, ...] = ()
+
+    class Room(Spec):
+        bench: Bench
+
+    schema = Room.model_json_schema()
+    assert "op_stack" in schema["$defs"]["Bench"]["anyOf"][0]["enum"]
+    assert schema["$defs"]["Stack"]["properties"]["below"]["items"] == {"$ref": "#/$defs/Bench"}
+    assert schema["$defs"]["OtherScale"]["properties"]["kind"] == {"const": "op_scale"}
+    unregister(Stack)

@@ -50,7 +50,7 @@ def test_the_hash_by_hand() -> None:
 
 
 def test_every_real_field_changes_it() -> None:
-    """pipekit:B5: operators whose fields differ have different hashes, however deep the difference."""
+    """Operators whose fields differ have different hashes, however deep the difference."""
     variants = [
         Weighted(),
         Weighted(note="a"),

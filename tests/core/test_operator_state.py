@@ -163,7 +163,7 @@ def test_a_class_that_is_no_frozen_dataclass_says_what_to_add() -> None:
 
 
 def test_a_state_is_a_pytree_with_named_leaves() -> None:
-    """pipekit:D3.1: the carried state goes through jit, grad and scan as it is."""
+    """A state goes through jit, grad and scan as it is; a static field is no leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(Mean(total=1.0, count=2))
     assert [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves] == [(".total", 1.0), (".count", 2)]
 

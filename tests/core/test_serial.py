@@ -82,6 +82,23 @@ def test_nested_operators_come_back_for_real(write: Callable[..., Any], read: Ca
     assert write(again) == write(NESTED)
 
 
+def test_losses_in_a_sequence_come_back_with_their_weights() -> None:
+    """pipekit:A20: Sequential([Scale(2), Composite(((1, MSE()), (0.5, NLL("sum"))))]) through YAML.
+
+    By hand, for the composite's first part alone: predicted [1, 3] against [0, 0] has a mean square of 5.
+    """
+    from nnx_jax.objectives.operators import MSE, NLL, Composite
+
+    pipeline = Sequential([Scale(factor=2.0), Composite(components=((1.0, MSE()), (0.5, NLL(reduction="sum"))))])
+    again = from_yaml(to_yaml(pipeline))
+    assert again == pipeline
+    assert again.get_config() == pipeline.get_config()
+    assert again.content_hash() == pipeline.content_hash()
+    first, second = again[1].components  # type: ignore[attr-defined]
+    assert (first.weight, second.weight, second.loss.reduction) == (1.0, 0.5, "sum")
+    assert float(first.loss(np.array([1.0, 3.0]), np.zeros(2))[0]) == 5.0
+
+
 def test_the_yaml_is_what_a_person_would_write() -> None:
     """pipekit:A20: real YAML, kinds in full where any operator may stand."""
     assert to_yaml(NESTED) == (
