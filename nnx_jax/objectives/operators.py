@@ -19,7 +19,7 @@ from nnx_jax.core.precision import widened
 from nnx_jax.core.registry import ANY_FAMILY, OneOf, kinds, register
 from nnx_jax.core.spec import Spec
 from nnx_jax.objectives import losses, weights
-from nnx_jax.objectives.compose import of_torch
+from nnx_jax.objectives.compose import ComposedLossFunction, of_torch
 from nnx_jax.objectives.targets import Batch, item_weight, weighted_sum
 from nnx_jax.objectives.terms import LossTerm, check_terms
 from nnx_jax.objectives.traced import explained
@@ -349,7 +349,8 @@ def as_loss(given: Any) -> losses.Loss:
     * a scalar, or (scalar, values by name): it stands for the batch and counts for its rows. In a batch with rows that
       do not count fully (padding of a last batch, sample weights) the function is called for every row by itself, a
       batch of one, and the rows are weighted. That is exact for means over rows, which most losses are; one that
-      compares rows with each other is only meaningful in whole batches. The values are reported beside "loss".
+      compares rows with each other is only meaningful in whole batches, and one that cannot be called for one row is
+      NaN in others. The values are reported beside "loss".
 
     Raises:
         ConfigError: for anything else.
@@ -358,6 +359,8 @@ def as_loss(given: Any) -> losses.Loss:
         return given
     if isinstance(given, LossOperator):
         return given.as_loss()
+    if isinstance(given, ComposedLossFunction) and given.scheduled:
+        return MovingLoss(given.name, "own", given, given.invalid_labels, moment=given.at)
     known = isinstance(given, str) or getattr(given, "family", None) == "loss"
     return losses.build_loss(given) if known or not callable(given) else _of_function(given)
 
@@ -407,9 +410,18 @@ def _of_batch(name: str, call: Any, result: Any, outputs: Any, batch: Batch) -> 
     if batch.get("mask") is None and batch.get("weight") is None:
         sums = whole * rows
     else:
-        sums = jax.lax.cond(jnp.all(weight == 1), lambda: whole * rows, by_row)
+        sums = jax.lax.cond(jnp.all(weight == 1), lambda: whole * rows, _or_nan(by_row, whole))
     total = jnp.sum(weight)
     return tuple(LossTerm(key, sums[n], total, weight=float(n == 0)) for n, key in enumerate(names))
+
+
+def _or_nan(by_row: Callable[[], Any], whole: Any) -> Callable[[], Any]:
+    """`by_row` where the function can be called for one row: the batch as a whole was fine, so this is no error yet."""
+    try:
+        jax.eval_shape(by_row)
+    except Exception:  # whatever the user's function says to a batch of one
+        return lambda: jnp.full_like(whole, jnp.nan)
+    return by_row
 
 
 def _stacked(names: list[str], value: Any, aux: Mapping[str, Any]) -> Any:

@@ -189,6 +189,7 @@ def test_a_change_of_metrics_is_seen_by_nobody_else(tmp_path: Path) -> None:
 
 
 def test_the_writer_gets_its_multiples_and_the_last_update(tmp_path: Path) -> None:
+    """(pipekit:E5, pipekit:E6)"""
     log: list[Any] = []
     run(tmp_path, [], Kept(log), steps=7, log_every=3)
     assert [each[1] for each in log if "loss" in (each[2] if len(each) > 2 else ())] == [3, 6, 7]
@@ -232,6 +233,7 @@ def test_epochs_at_the_reads_of_the_loop_see_the_model_of_the_moment(tmp_path: P
 
 
 def test_a_failure_ends_every_callback_and_is_raised_as_it_is(tmp_path: Path) -> None:
+    """(pipekit:D20, pipekit:E6)"""
     log: list[Any] = []
     ends: list[Any] = []
 
@@ -243,9 +245,11 @@ def test_a_failure_ends_every_callback_and_is_raised_as_it_is(tmp_path: Path) ->
         run(tmp_path, [End(), Spy(log, "A."), Spy(log, "B.", fail_at=3)], Kept(log), log_every=1)
     assert ends == [caught.value]
     assert [each[0] for each in log[-3:]] == ["B.end", "A.end", "close"]
+    assert [each[0] for each in log].count("close") == 1
 
 
 def test_an_error_of_one_end_hides_neither_the_others_nor_the_failure(tmp_path: Path) -> None:
+    """(pipekit:D21)"""
     log: list[Any] = []
     bad = [Spy(log, "A.", fail_in="end"), Spy(log, "B.", fail_in="end"), Spy(log, "C.")]
     with pytest.raises(ValueError, match="B. broke"), pytest.warns(RuntimeWarning, match="A. broke"):
@@ -260,6 +264,7 @@ def test_an_error_of_one_end_hides_neither_the_others_nor_the_failure(tmp_path: 
 
 
 def test_only_those_that_began_are_ended() -> None:
+    """(pipekit:D22)"""
     log: list[Any] = []
     seen = StepCallbacks(None, [Spy(log, "A."), Spy(log, "B.", fail_in="begin"), Spy(log, "C.")], Kept(log))
     with pytest.raises(ValueError, match="B. broke"):
@@ -563,6 +568,7 @@ def test_a_tracker_that_lacks_a_method_is_refused(lack: str) -> None:
 
 
 def test_a_failing_run_is_marked_so(tmp_path: Path) -> None:
+    """(pipekit:D20)"""
     log: list[Any] = []
     tracked = LogToExperiment(Tracker(log), "first")
     with pytest.raises(ValueError, match="broke"):

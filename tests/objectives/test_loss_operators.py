@@ -18,7 +18,9 @@ from nnx_jax.data import ArrayDataset
 from nnx_jax.loop.callbacks import Callback, TrainContext
 from nnx_jax.loop.updates import UpdateEvent
 from nnx_jax.model import NNModel
+from nnx_jax.objectives.compose import ComposedLossFunction
 from nnx_jax.objectives.losses import Loss as BuiltLoss
+from nnx_jax.objectives.losses import build_loss
 from nnx_jax.objectives.operators import (
     KL,
     MSE,
@@ -329,6 +331,25 @@ def test_a_scalar_of_a_whole_batch_may_compare_rows() -> None:
     assert value(spread, outputs, batch([0.0, 0.0], mask=[1.0, 1.0])) == 1.0
 
 
+def test_a_scalar_that_no_row_has_by_itself_is_nan_in_short_batches_only() -> None:
+    def paired(predicted: Any, target: Any) -> Any:
+        first, second = predicted
+        return (first - second) ** 2
+
+    outputs = jnp.array([1.0, 3.0])
+    assert value(paired, outputs, batch([0.0, 0.0], mask=[1.0, 1.0])) == 4.0
+    assert np.isnan(value(paired, outputs, batch([0.0, 0.0], mask=[1.0, 0.0])))
+
+
+def test_a_composition_of_functions_keeps_its_schedule() -> None:
+    composed = LinearWeight(0.0, 1.0, 10) * build_loss("mse") + build_loss("mae")
+    loss = as_loss(ComposedLossFunction(composed.components, composed.weights, normalize_weights=False))
+    for step, expected in ((0, 2.0), (5, 4.0), (10, 6.0)):
+        terms = loss.at(step, 0)(jnp.array([2.0]), batch([0.0]))  # type: ignore[attr-defined]
+        assert float(total_value(terms)) == expected
+    assert value(composed.components[0], jnp.array([2.0]), batch([0.0])) == 4.0
+
+
 def test_a_function_may_give_rows_terms_or_rows_with_a_mask() -> None:
     rows = lambda predicted, target: (predicted - target) ** 2  # noqa: E731
     masked = lambda predicted, target: ((predicted - target) ** 2, jnp.array([1.0, 0.0]))  # noqa: E731
@@ -437,8 +458,7 @@ def test_a_short_last_batch_is_scored_by_its_rows(tmp_path: Path) -> None:
     assert found["loss"] == pytest.approx((1 + 1 + 4 + 4 + 9) / 5)
 
 
-def test_terms_are_checked_as_any_loss() -> None:
-    """Unknown fields of a dataclass are not invented: a term keeps its reduction when it is renamed."""
+def test_a_term_keeps_its_reduction_in_a_composite() -> None:
     (term,) = as_loss(Composite(((2.0, MSE("sum")),)))(jnp.array([1.0]), batch([0.0]))
     assert dataclasses.astuple(term)[0] == "MSE_0"
     assert (term.reduction, term.weight) == ("sum", 2.0)
