@@ -111,7 +111,7 @@ def register_pytrees() -> None:
 
     Making a state does so too. Call this where states that were made before jax was imported are first given to it.
     """
-    ready = [cls for cls in _WAITING if _is_decorated(cls)] if "jax" in sys.modules else []
+    ready = [cls for cls in _WAITING if _is_decorated(cls)] if sys.modules.get("jax") else []
     if ready:
         from jax.tree_util import register_dataclass
 
