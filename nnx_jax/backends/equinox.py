@@ -1,4 +1,4 @@
-"""Equinox as a backend: EquinoxModel is NNModel over an Equinox module."""
+"""Equinox as a backend: EquinoxModel is NNModel over an Equinox module, `run` trains one under a TrainingLoop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_jax.backends.base import Trained
+from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.gradient import Recipe, train
 from nnx_jax.core.errors import ConfigError, DataError, ModelError, NnxError, ResumePointError
 from nnx_jax.core.hashing import hash_arrays
 from nnx_jax.data.dtypes import settle
-from nnx_jax.engines.equinox import EquinoxEngine, EquinoxNet, PureEquinox
+from nnx_jax.engines.equinox import EquinoxEngine, EquinoxModelOp, EquinoxNet, OpenedNet, PureEquinox
 from nnx_jax.engines.equinox_net import load_equinox
 from nnx_jax.engines.scoring import Scorer, width
 from nnx_jax.engines.transforms import apply_transforms
@@ -29,6 +32,17 @@ from nnx_jax.params.net import NNParams
 from nnx_jax.params.run import RunSpec
 from nnx_jax.runs.transforms import NNCheckpointTransform
 from nnx_jax.spmd.world import World
+
+
+def run(loop: Any, state: TrainerCarryState | None) -> Trained:
+    """Train the operator's Equinox module as the loop says; see `TrainingLoop`.
+
+    Raises:
+        ImportError: Equinox is not installed.
+        TypeError: `model_op` is no EquinoxModelOp.
+    """
+    load_equinox()
+    return train(loop, state, RECIPE)
 
 
 class EquinoxFramework(Framework):
@@ -265,3 +279,28 @@ def _has_parts(item: Any) -> bool:
     kind = load_equinox().Module
     leaves = jax.tree.leaves(item, is_leaf=lambda part: isinstance(part, kind))
     return any(isinstance(leaf, kind | jax.Array | np.ndarray) for leaf in leaves)
+
+
+# -- under a TrainingLoop ----------------------------------------------------------------------------------------
+
+
+def _take(op: Any, info: Mapping[str, Any]) -> EquinoxNet:
+    if not isinstance(op, EquinoxModelOp):
+        told = f"model_op is {type(op).__name__}; the backend 'equinox' trains an EquinoxModelOp(module)"
+        raise TypeError(told)
+    return EquinoxNet.of(op.net)
+
+
+def _give(op: EquinoxModelOp, module: EquinoxNet, input_shape: tuple[int, ...] | None) -> EquinoxModelOp:
+    return op.of(module, **({} if input_shape is None else {"input_shape": input_shape}))
+
+
+def _load(module: EquinoxNet, arrays: Mapping[str, Any], source: str) -> None:
+    EquinoxModel.framework.load(module, arrays, None, EquinoxModel.framework.backend, source)
+
+
+def _split(model: OpenedNet) -> tuple[Any, Callable[[Any], OpenedNet]]:
+    return model.leaves, model.holding
+
+
+RECIPE = Recipe("equinox", EquinoxModel, ("equinox", "optax"), _take, _give, _load, _split)

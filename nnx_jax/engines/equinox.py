@@ -18,6 +18,7 @@ from nnx_jax.engines.equinox_net import EquinoxCopies, EquinoxNet
 from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.engines.operators import ModelOp
 from nnx_jax.engines.validation import Batches, EvalStepContext
+from nnx_jax.engines.work import Work
 from nnx_jax.params.fields import Precision
 
 __all__ = ["EquinoxEngine", "EquinoxModelOp", "EquinoxNet", "OpenedNet", "PureEquinox"]
@@ -42,6 +43,10 @@ class EquinoxEngine(FlaxEngine):
         now = self.make_pure(model.net, compute_dtype=self.pure.compute_dtype)
         found = {"params": {**now.params, **now.frozen}, "model_state": now.model_state}
         return {f"{head}/{name}": value for head, named in found.items() for name, value in named.items()}
+
+    def _work(self, *given: Any, **options: Any) -> Work:
+        self.pure.row_axes = len(self.feed.signature()["x"].shape) - 1
+        return super()._work(*given, **options)
 
     def _eval_context(self, state: Any, feed: Any) -> EvalStepContext:
         """What a validation of the user's own sees: the model in evaluation mode, called with rows."""

@@ -41,6 +41,7 @@ class PureEquinox:
         params, frozen, model_state: name -> array.
         held: all of them as the module holds them.
         batch_norms: names of the BatchNorms.
+        row_axes: axes of one row x, once the data is known; with as many, an opened net is called with one row.
 
     Raises:
         ModelError: nothing is left to train, a pattern matches nothing, a complex leaf would be trained, or BatchNorms
@@ -71,6 +72,7 @@ class PureEquinox:
         self.frozen = {name: value for name, value in named.items() if not self._trains[name]}
         norms = net.layers(load_equinox().nn.BatchNorm)
         self.batch_norms = list(norms)
+        self.row_axes: int | None = None
         self.takes_batch = bool(getattr(type(net.module), "takes_batch", False))
         self.takes_key = "key" in inspect.signature(type(net.module).__call__).parameters
         self.axis = self._axis(norms)
@@ -162,11 +164,16 @@ class PureEquinox:
 class OpenedNet:
     """An Equinox module within one trace: called with the rows of a batch, it keeps the state that comes out.
 
+    It has the attributes of the module, so a penalty may read `net.layers[0].weight`.
+
     Attributes:
         module: the module itself, as it is called, with these weights.
         state: its State as it is by now; None without one.
+        leaves: its arrays by name.
         rows: float32 [B], 0 on rows that its BatchNorms leave out; None: every row counts.
     """
+
+    takes_batch = False
 
     def __init__(self, pure: PureEquinox, leaves: Arrays, key: Any, *, train: bool) -> None:
         self._pure, self._train, self._calls = pure, train, 0
@@ -179,20 +186,42 @@ class OpenedNet:
     def module(self) -> Any:
         return with_rows(self._pure.assembled(self.leaves, train=self._train)[0], self.rows)
 
-    def __call__(self, x: Any) -> Any:
-        """Return the outputs [B, ...] for rows x [B, ...]; every call draws noise of its own.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
-        Outputs of 16 bits become float32.
+    def holding(self, leaves: Arrays) -> OpenedNet:
+        """One like this with other leaves."""
+        return type(self)(self._pure, leaves, self._key, train=self._train)
+
+    def __call__(self, x: Any, key: Any = None) -> Any:
+        """Return the outputs [B, ...] for rows x [B, ...]; outputs of 16 bits become float32.
+
+        Every call draws noise of its own, from `key` where one is given. Where the data says how many axes a row has,
+        one row may be given alone, so that `jax.vmap(net)(x)` is the same as `net(x)`; its noise is drawn from `key`,
+        as the module itself would.
 
         Raises:
-            ModelError: a module with state does not return a pair (output, state).
+            ModelError: a module with state is called with one row, or does not return a pair (output, state).
         """
         pure, module, x = self._pure, self.module, self._pure.narrow(jnp.asarray(x))
-        keys = jax.random.split(self._next_key(), x.shape[0]) if pure.takes_key else None
+        if x.ndim == pure.row_axes:
+            return jax.tree.map(_to_float32, self._alone(module, x, key))
+        keys = jax.random.split(self._next_key() if key is None else key, x.shape[0]) if pure.takes_key else None
         row = lambda x, key, state: self._one(module, x, key, state)  # noqa: E731
         mapped = jax.vmap(row, in_axes=(0, 0, None), out_axes=(0, None), axis_name=pure.axis)
         outputs, self.state = mapped(x, keys, self.state)
         return jax.tree.map(_to_float32, outputs)
+
+    def _alone(self, module: Any, x: Any, key: Any) -> Any:
+        """The output of one row."""
+        if self.state is not None and self._train:
+            raise ModelError(
+                f"{type(module).__name__} has state, which is made of all rows of a batch; call the model with x "
+                "[B, ...] instead of mapping it over rows"
+            )
+        return self._one(module, x, key, self.state)[0]
 
     def _next_key(self) -> jax.Array:
         self._calls += 1
@@ -214,8 +243,9 @@ class OpenedForBatches(OpenedNet):
 
     takes_batch = True
 
-    def __call__(self, x: Any) -> Any:
-        outputs, self.state = self._one(self.module, self._pure.narrowed(x), self._next_key(), self.state)
+    def __call__(self, x: Any, key: Any = None) -> Any:
+        key = self._next_key() if key is None else key
+        outputs, self.state = self._one(self.module, self._pure.narrowed(x), key, self.state)
         return jax.tree.map(_to_float32, outputs)
 
 

@@ -65,7 +65,7 @@ class Stop(Callback):
             raise RuntimeError("stopped here")
 
 
-# -- the law ------------------------------------------------------------------------------------------------------
+# -- the law ----------------------------------------------------------------------------------------------------
 
 
 def test_fifty_updates_equal_a_loop_written_by_hand(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_longer_run_traces_the_loss_no_more_often(tmp_path: Path) -> None:
     assert counts[0] == counts[1] > 0
 
 
-# -- leaves -------------------------------------------------------------------------------------------------------
+# -- leaves -----------------------------------------------------------------------------------------------------
 
 
 def test_leaves_are_named_by_their_path_and_only_floats_are_trained() -> None:
@@ -199,7 +199,7 @@ def test_two_leaves_of_one_name_are_refused() -> None:
         EquinoxNet(Named({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}))
 
 
-# -- how a module is called -----------------------------------------------------------------------------------------
+# -- how a module is called -------------------------------------------------------------------------------------
 
 
 def forward(module: Any, x: Any, key: int = 1, **options: Any) -> Any:
@@ -264,7 +264,7 @@ def test_data_that_does_not_fit_names_module_and_rows(tmp_path: Path) -> None:
         model().predict(np.zeros((2, 5), np.float32))
 
 
-# -- objectives, validations ------------------------------------------------------------------------------------------
+# -- objectives, validations ------------------------------------------------------------------------------------
 
 
 def test_an_objective_calls_the_module_and_its_records_are_kept(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_validation_of_the_users_own_sees_the_model_in_evaluation_mode(tmp_pat
     assert run.artifact["val"]["largest"] > 0
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks ------------------------------------------------------------------------------------------------------
 
 
 class Twin(nnx.Module):
@@ -378,7 +378,7 @@ def test_hooks_give_the_numbers_of_the_flax_engine(case: str, tmp_path: Path) ->
     for hook, twin in zip(mine, his, strict=True):
         if isinstance(hook, EMAHook):
             average, again = hook.get_averaged_model(), twin.get_averaged_model()
-            assert average.updates == again.updates > 0
+            assert average.n_averaged == again.n_averaged > 0
             assert isinstance(average.module, EquinoxNet)
             wanted = as_equinox(theirs.framework.weights(again.module))
             for name, value in average.module.arrays().items():
@@ -386,7 +386,7 @@ def test_hooks_give_the_numbers_of_the_flax_engine(case: str, tmp_path: Path) ->
             assert average.module.module is not ours.module
 
 
-# -- storing and going on ------------------------------------------------------------------------------------------------
+# -- storing and going on ---------------------------------------------------------------------------------------
 
 
 WINDOWS = pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow, id="windows of two")
@@ -474,7 +474,7 @@ def test_the_run_id_knows_settings_functions_and_weights() -> None:
     assert identity(normed(drop=0.25)) != identity(normed(drop=0.5))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------
 
 
 def test_what_equinox_modules_cannot_do_is_said(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ def norm(*given: Any, **options: Any) -> Any:
     return eqx.nn.make_with_state(Norm)(*given, **options)
 
 
+def plain(state: Any) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in state.items()}
+
+
 def run(pure: PureEquinox, x: Any, mask: Any = None, *, state: Any = None, train: bool = True) -> Any:
     batch = {"x": jnp.asarray(x)} | ({} if mask is None else {"mask": jnp.asarray(mask, jnp.float32)})
     held = pure.model_state if state is None else state
@@ -88,7 +92,7 @@ def test_padded_rows_enter_neither_statistics_nor_outputs(mode: Any) -> None:
     """Real rows 7 and 5, two rows of padding: mean 6, variance 1; by hand, and equal to the two rows alone."""
     pure = pure_of(norm(1, mode=mode))
     padded, state = run(pure, [[7.0], [5.0], [0.0], [1e6]], [1, 1, 0, 0])
-    alone, plain = run(pure, [[7.0], [5.0]], [1, 1])
+    alone, after = run(pure, [[7.0], [5.0]], [1, 1])
     np.testing.assert_allclose(padded[:2], [[1.0], [-1.0]], rtol=1e-5)
     np.testing.assert_array_equal(padded[:2], alone)
     assert {n: np.asarray(v).tolist() for n, v in state.items()} == {
