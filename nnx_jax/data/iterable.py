@@ -79,13 +79,18 @@ class StreamingDataset(PartitionedDataset):
         """Yield the rows of one pass from row `start` on, some at a time; the default reads over what comes before."""
         yield from chunks_of(iter(self), type(self).__name__, skip=start)
 
+    def first_rows(self) -> Columns:
+        """Return the first row of a pass, or a few, without taking them away from it."""
+        first = next(self.chunks(), None)
+        if first is None:
+            raise DataError(f"{type(self).__name__} gave no row")
+        return first
+
     @property
     def columns(self) -> dict[str, ColumnInfo]:
         """Name -> shape and dtype of one row, of the first row of a pass."""
         if "columns" not in self._kept:
-            first = next(self.chunks(), None)
-            if first is None:
-                raise DataError(f"{type(self).__name__} gave no row")
+            first = self.first_rows()
             self._kept["columns"] = {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in first.items()}
         return dict(self._kept["columns"])
 
@@ -157,12 +162,12 @@ class IterableDataset(StreamingDataset):
             raise OperatorTypeError(
                 f"expected an iterable of rows, or a function that returns one; got a {type(source).__name__}"
             )
-        return source
+        return Once(source) if isinstance(source, Iterator) else source
 
     @property
     def one_shot(self) -> bool:
         """Whether the source is an iterator."""
-        return isinstance(self.source, Iterator)
+        return isinstance(self.source, Once)
 
     def chunks(self, start: int = 0) -> Iterator[Columns]:
         """Yield the rows of one pass from row `start` on; an iterator is read from its beginning, and only once.
@@ -170,34 +175,58 @@ class IterableDataset(StreamingDataset):
         Raises:
             DataError: an iterator that was read before.
         """
-        for chunk in chunks_of(self._items(), f"iterable {self.data_id!r}", batched=self.batched, skip=start):
-            self._look_at(chunk)
-            yield chunk
+        if self.one_shot:
+            items = self.source.items(self._where)
+        else:
+            items = self.source if isinstance(self.source, Iterable) else self.source()
+        return chunks_of(items, self._where, batched=self.batched, skip=start)
+
+    def first_rows(self) -> Columns:
+        """Return the first row or batch, which an iterator still gives afterwards."""
+        if not self.one_shot:
+            return super().first_rows()
+        return next(chunks_of([self.source.first(self._where)], self._where, batched=self.batched))
 
     @property
-    def columns(self) -> dict[str, ColumnInfo]:
-        """Name -> shape and dtype of one row; an iterator's first item is kept for the pass."""
-        if self.one_shot and not self._kept.get("used") and "columns" not in self._kept:
-            self._kept["ahead"] = list(itertools.islice(self.source, 1))
-            for chunk in chunks_of(self._kept["ahead"], f"iterable {self.data_id!r}", batched=self.batched):
-                self._look_at(chunk)
-        return super().columns
+    def _where(self) -> str:
+        return f"iterable {self.data_id!r}"
 
-    def _look_at(self, chunk: Columns) -> None:
-        """Keep the shapes of the first rows: an iterator's cannot be looked at twice."""
-        if "columns" not in self._kept:
-            self._kept["columns"] = {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in chunk.items()}
 
-    def _items(self) -> Iterator[Any]:
-        if not self.one_shot:
-            return iter(self.source if isinstance(self.source, Iterable) else self.source())
-        if self._kept.get("used"):
+class Once:
+    """An iterator whose first item can be looked at, and which knows that it was read.
+
+    Copies of a dataset share it, so that none of them loses what another one has looked at.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._first: list[Any] | None = None
+        self._used = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items("the iterator")
+
+    def first(self, where: str) -> Any:
+        """Return the first item."""
+        if self._first is None:
+            self._first = list(itertools.islice(self._iterator, 1))
+        if not self._first:
+            raise DataError(f"{where} gave no row")
+        return self._first[0]
+
+    def items(self, where: str) -> Iterator[Any]:
+        """Return all items, once.
+
+        Raises:
+            DataError: the second time.
+        """
+        if self._used:
             raise DataError(
-                f"iterable {self.data_id!r}: its source is an iterator, which was read before, and what was read is "
-                "gone; give a function that returns a new one"
+                f"{where}: its source is an iterator, which was read before, and what was read is gone; give a "
+                "function that returns a new one"
             )
-        self._kept["used"] = True
-        return itertools.chain(self._kept.pop("ahead", ()), self.source)
+        self._used = True
+        return itertools.chain(self._first or (), self._iterator)
 
 
 @register("sequence")

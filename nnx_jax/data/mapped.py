@@ -12,7 +12,7 @@ from nnx_jax.core.errors import ConfigError, DataError
 from nnx_jax.core.hashing import content_hash
 from nnx_jax.core.registry import register
 from nnx_jax.core.spec import Spec
-from nnx_jax.data.dataset import TrainingDataset, describe_row, require_columns
+from nnx_jax.data.dataset import ColumnInfo, TrainingDataset, describe_row, require_columns
 from nnx_jax.data.dtypes import Columns
 from nnx_jax.data.identity import Part, identity_of, part_state
 from nnx_jax.data.splits import with_source_widened
@@ -101,13 +101,25 @@ class MappedDataset(TrainingDataset):
             yield self._mapped(chunk, lambda row, first=first: f"row {first + row}")
             first += len(next(iter(chunk.values())))
 
+    def first_rows(self) -> Columns:
+        """Return the first rows of a stream through the operator, without taking them away from it."""
+        source: Any = self.source
+        return self._mapped(source.first_rows(), lambda row: f"row {row}")
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        """Name -> shape and dtype of one row, of the first one."""
+        if self.indexable:
+            return super().columns
+        return {name: ColumnInfo(value.shape[1:], value.dtype) for name, value in self.first_rows().items()}
+
     def _mapped(self, columns: Columns, name_of: Callable[[int], str]) -> Columns:
         """Return the columns with those that the operator gives in place of those it took."""
         taken = ("x", "y") if self.on == "pair" else (self.on,)
         require_columns(taken, columns, type(self.source).__name__)
         given = [columns[name] for name in taken]
         rows = len(given[0])
-        if not rows and len(self.source):
+        if not rows and self.indexable and len(self.source):
             return {name: column[:0] for name, column in self.take(np.arange(1)).items()}
         if not rows:
             return columns

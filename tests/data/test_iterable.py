@@ -49,8 +49,11 @@ def test_a_function_is_called_for_every_pass() -> None:
     assert firsts(data) == firsts(data) == [0, 1, 2, 3, 4, 5, 6]
     assert [int(y) for _, y in data] == [0, 2, 4, 6, 8, 10, 12]
     once = IterableDataset(source=pairs(), data_id="pairs")
+    mapped = once.with_split("val").map(lambda x: x * 2, op_id="twice")
+    assert mapped.columns["x"].shape == (2,)
     assert once.columns == data.columns  # looking at the first row does not lose it
-    assert firsts(once) == [0, 1, 2, 3, 4, 5, 6]
+    assert firsts(mapped) == [0, 2, 4, 6, 8, 10, 12]  # nor does a copy lose what another one has looked at
+    assert once.columns == data.columns
     with pytest.raises(DataError, match=r"'pairs': its source is an iterator, which was read before"):
         firsts(once)
     assert once == data
@@ -90,8 +93,9 @@ def test_batches_of_any_size_are_rows() -> None:
         list(bad)
     with pytest.raises(DataError, match="item 1 is str"):
         list(IterableDataset(source=[(1, 2), "no"], data_id="bad"))
-    with pytest.raises(DataError, match="IterableDataset gave no row"):
-        IterableDataset(source=list, data_id="empty").columns  # noqa: B018
+    for source in (list, iter([])):
+        with pytest.raises(DataError, match="gave no row"):
+            IterableDataset(source=source, data_id="empty").columns  # noqa: B018
 
 
 class Length:
