@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,40 +226,6 @@ def test_a_registry_is_a_setting(models: LocalModelRegistry) -> None:
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="remote")
-def _remote() -> Iterator[RemoteModelRegistry]:
-    fsspec = pytest.importorskip("fsspec")
-    yield RemoteModelRegistry("memory://nnx_jax_models")
-    system = fsspec.filesystem("memory")
-    if system.exists("/nnx_jax_models"):
-        system.rm("/nnx_jax_models", recursive=True)
-
-
-def test_a_remote_registry_does_the_same(remote: RemoteModelRegistry) -> None:
-    assert remote.list() == ()
-    trained = model()
-    digest = remote.store(trained, name="best", tags=["good"])
-    assert remote.store(trained, tags={"n": "1"}) == digest
-    assert remote.list(tags=["good", "n"]) == (digest,)
-    x = np.ones((4, 2), np.float32)
-    assert np.array_equal(remote.load("best")(x), trained(x))
-    with pytest.raises(KeyError):
-        remote.load("worst")
-    with pytest.raises(FileExistsError):
-        remote.store(Scale(), name="best")
-
-
-def test_a_remote_model_without_metadata_is_none(remote: RemoteModelRegistry) -> None:
-    digest = remote.store(Scale(factor=2.0))
-    system, path = remote._place(digest, "metadata.json")
-    system.rm(path)
-    assert remote.list() == ()
-    with pytest.raises(KeyError):
-        remote.load(digest)
-    assert remote.store(Scale(factor=2.0)) == digest
-    assert remote.load(digest) == Scale(factor=2.0)
 
 
 def test_without_fsspec_the_first_use_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
