@@ -92,8 +92,7 @@ class Framework:
         arrays = self.own_arrays(arrays, net, written_by, source)
         pure, weights = PureModule(module), of_model(arrays)
         state = {name.removeprefix("model_state/"): arrays[name] for name in arrays if name.startswith("model_state/")}
-        if set(weights) != set(pure.params) or set(state) != set(pure.model_state):
-            raise ResumePointError(f"the weights of {source} do not fit {type(module).__name__}")
+        check_leaves(weights | state, pure.params | pure.model_state, source, type(module).__name__)
         pure.write(module, weights, state)
 
     def own_arrays(
@@ -163,6 +162,19 @@ class Framework:
         self.check(spec)
         enable_compile_cache()
         return prepare(model, spec, events, call, world)
+
+
+def check_leaves(stored: Mapping[str, Any], held: Mapping[str, Any], source: str, called: str) -> None:
+    """Check that stored leaves are those of a network, in name and shape.
+
+    Raises:
+        ResumePointError: (a ValueError) naming the first leaf that differs, and both shapes.
+    """
+    for name in sorted({*held, *stored}):
+        then, now = (str(list(np.shape(each[name]))) if name in each else "not there" for each in (stored, held))
+        if then != now:
+            told = f"{name} is {then} in the checkpoint, {now} in the network"
+            raise ResumePointError(f"the weights of {source} do not fit {called}: {told}")
 
 
 def of_model(arrays: Mapping[str, Any]) -> dict[str, Any]:
