@@ -135,12 +135,12 @@ class StatefulUpdateHook(TrainingUpdateHook):
 
     _slot: Slot | None = None
     _pending: Any = None
-    _written: Any = None
+    _last_written: Any = None
 
     def bind(self, slot: Slot) -> None:
         """Called by the run once the training state exists; hands over a state that was loaded since the last run."""
         pending = self._pending
-        if self._written is not None and not _same(self._held(), self._written):
+        if self._last_written is not None and not _same(self._held(), self._last_written):
             pending = None  # it was loaded during a run, which went on from it
         if pending is not None:
             slot.write(self._merged(slot.read(), pending))
@@ -177,7 +177,7 @@ class StatefulUpdateHook(TrainingUpdateHook):
         return state
 
     def _keep(self, slot: Slot | None, pending: Any, written: Any) -> None:
-        for name, value in (("_slot", slot), ("_pending", pending), ("_written", written)):
+        for name, value in (("_slot", slot), ("_pending", pending), ("_last_written", written)):
             object.__setattr__(self, name, value)
 
 
