@@ -269,13 +269,13 @@ class TrainingLoop(StatefulOperator):
 
     @property
     def commit_every(self) -> int | None:
-        """Updates between commits: of the loop, of a Checkpoint callback, or of the evaluations; None without a place."""
+        """Updates between commits: of the loop, of a Checkpoint callback, or of evaluations; None without a place."""
         every = self.checkpoint_every_n_steps or getattr(self._cadence, "every_n_steps", None)
         return every or (None if self.directory is None else self.eval_every_n_steps)
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """(name of a value, "min" or "max") by which a Checkpoint callback tells the best commit; None for the default."""
+        """(name of a value, "min" or "max") that tells the best commit, of a Checkpoint callback; None for the default."""
         name = getattr(self._cadence, "monitor", None)
         return None if name is None else (name, self._cadence.mode)
 

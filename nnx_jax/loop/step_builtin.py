@@ -162,7 +162,7 @@ class Checkpoint(StepCallback):
     registry: Annotated[Any, PlainValidator(_registry)] = Field(default=None)
     """A ModelRegistry for the trained model."""
     monitor: Text | None = None
-    """Value whose best commit stays besides the newest: "val_loss", "train_loss"; none: "val_loss" where there is one."""
+    """Value whose best commit stays besides the newest, as "train_loss"; none: "val_loss" where there is one."""
     mode: Literal["min", "max"] = "min"
     """Which direction of `monitor` is better."""
 

@@ -1,4 +1,4 @@
-"""More than the smallest loop: modules of one's own, with BatchNorm, dropout and integer weights; streams of ten rows."""
+"""Modules of one's own, with BatchNorm, dropout and whole-number weights; streams of ten rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnx_jax.engines.operators import NNXModelOp
 
 
 class Net(nnx.Module):
-    """An MLP of one hidden layer with dropout and BatchNorm where asked for, a step count in whole numbers, and a bfloat16 scale."""
+    """An MLP of one hidden layer; where asked for with dropout, BatchNorm, a table of numbers and a bfloat16 scale."""
 
     def __init__(
         self, seed: int = 0, dropout: float = 0.0, norm: bool = False, odd: bool = False, width: int = 16

@@ -1,4 +1,4 @@
-"""A loop that was cut short and called again ends where the uninterrupted one does, bit for bit; and what is refused."""
+"""A loop that was cut short and called again ends as the uninterrupted one, bit for bit; and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,12 +277,12 @@ loop(max_steps=20, checkpoint_every_n_steps=10, checkpoint_dir=folder, callbacks
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a process that was killed after update 15, with a commit of update 10."""
     folder = tmp_path_factory.mktemp("killed")
     done = subprocess.run([sys.executable, "-c", CHILD, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    yield folder
+    return folder
 
 
 @pytest.mark.slow
