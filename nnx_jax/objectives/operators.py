@@ -73,8 +73,12 @@ class ElementLoss(LossOperator):
 
     Subclasses give `elements`. Masks, weights, windows and devices are exact: a training adds up the elements and their
     weights, and divides once.
+
+    Attributes:
+        task: how outputs are read, as in `losses.Loss`.
     """
 
+    task: ClassVar[losses.Task] = "own"
     reduction: Reduction = "mean"
     """Over all elements; none: one number an element when it is called, their mean when it is trained with."""
 
@@ -89,7 +93,7 @@ class ElementLoss(LossOperator):
 
     def as_loss(self) -> losses.Loss:
         """The loss as a training takes it: (outputs, batch) -> terms."""
-        return losses.Loss(self.name, "own", lambda outputs, batch: self._terms(outputs, batch), _none_invalid)
+        return losses.Loss(self.name, self.task, lambda outputs, batch: self._terms(outputs, batch), _none_invalid)
 
     def _terms(self, outputs: Any, batch: Batch, **more: Any) -> tuple[LossTerm, ...]:
         values = self.elements(outputs, batch["y"], **more)
@@ -109,6 +113,7 @@ class MSE(ElementLoss):
     """
 
     name: ClassVar[str] = "mse"
+    task: ClassVar[losses.Task] = "values"
 
     if TYPE_CHECKING:
 

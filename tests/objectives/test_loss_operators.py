@@ -15,6 +15,7 @@ import pytest
 from nnx_jax.core.errors import ConfigError, DataError, ModelError, NonFiniteError
 from nnx_jax.core.operator import Operator, Sequential
 from nnx_jax.data import ArrayDataset
+from nnx_jax.engines.feeds import sizes_for
 from nnx_jax.loop.callbacks import Callback, TrainContext
 from nnx_jax.loop.updates import UpdateEvent
 from nnx_jax.model import NNModel
@@ -186,6 +187,13 @@ def test_every_common_loss_is_an_operator_and_a_loss(loss: Any) -> None:
     assert isinstance(loss, Operator)
     assert isinstance(loss, Loss)
     assert isinstance(as_loss(loss), BuiltLoss)
+
+
+def test_mse_compares_values_so_an_open_network_learns_its_outputs_from_the_targets() -> None:
+    data = ArrayDataset(x=np.ones((4, 1), np.float32), y=np.ones((4, 3), np.float32))
+    assert sizes_for(as_loss(MSE()), data.info)["output_dim"] == 3
+    assert as_loss(MSE()).by_rows
+    assert not as_loss(NLL()).by_rows  # what a distribution does with its rows is its own affair
 
 
 def test_a_plain_function_is_a_loss_and_a_number_is_none() -> None:
