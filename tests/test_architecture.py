@@ -20,7 +20,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "nnx_jax"
 FLOORS = {
     "core": 1, "params": 2, "data": 3, "nets": 3, "objectives": 3, "optim": 3, "hooks": 3, "step": 4, "spmd": 4,
-    "distributed": 7, "runs": 5, "loop": 6, "engines": 7, "fit": 8, "model": 9, "torch": 10, "trainer": 9,
+    "distributed": 7, "runs": 5, "loop": 6, "engines": 7, "fit": 8, "model": 9, "torch": 11, "trainer": 9,
     "backends": 10, "training_loop": 11, "training": 9, "config": 9, "train": 10, "launch": 10, "plan": 10, "search": 12, "sweep": 12, "online": 12,
     "decisions": 10, "report": 10, "decide": 11, "testing": 11,
 }  # fmt: skip
@@ -28,6 +28,7 @@ FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "tenso
 FRAMEWORK_FREE = {"core", "params", "data", "runs", "loop", "hooks"}
 EXTRAS = {
     "equinox", "numpyro", "blackjax", "tensorboardX", "wandb", "sklearn", "scipy", "matplotlib", "torch", "optuna",
+    "lightning", "keras", "zarr", "fsspec", "mlflow",
 }  # fmt: skip
 ONE_IMPORTER = {
     "orbax": "runs/arrays.py",
