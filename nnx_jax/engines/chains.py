@@ -29,19 +29,27 @@ def diagnose(posterior: Mapping[str, Any], *, chains: bool = True) -> dict[str, 
         posterior: values by site, [chains, draws, ...].
         chains: the draws are successive; those of an ensemble are not, and have neither `r_hat` nor `ess`.
     """
+    values = {name: np.asarray(given, np.float32) for name, given in posterior.items()}
+    found = {name: {"mean": float(array.mean()), "sd": float(array.std())} for name, array in values.items()}
+    if not values or not chains or next(iter(values.values())).shape[1] < 4:
+        return found
+    flat = [array.reshape(*array.shape[:2], -1) for array in values.values()]
+    r_hat, bulk, plain = (np.asarray(each) for each in _judge(np.concatenate(flat, axis=2)))
+    spread, first = np.concatenate([array.std(axis=(0, 1)) for array in flat]), 0
+    for name, array in zip(values, flat, strict=True):
+        here = slice(first, first + array.shape[2])
+        error = spread[here] / np.sqrt(plain[here])
+        found[name] |= {"r_hat": float(r_hat[here].max()), "ess": float(bulk[here].min()), "mcse": float(error.max())}
+        first = here.stop
+    return found
+
+
+@jax.jit
+def _judge(draws: Any) -> Any:
+    """Split R-hat, bulk and plain effective sample sizes of every element of [chains, draws, elements]."""
     from blackjax.diagnostics import effective_sample_size, ess_bulk, rhat
 
-    found = {}
-    for name, given in posterior.items():
-        values = np.asarray(given, np.float32)
-        told = {"mean": float(values.mean()), "sd": float(values.std())}
-        if chains and values.shape[1] >= 4:
-            spread = values.std(axis=(0, 1))
-            error = spread / np.sqrt(np.asarray(effective_sample_size(values)))
-            told |= {"r_hat": float(np.max(rhat(values))), "ess": float(np.min(ess_bulk(values)))}
-            told["mcse"] = float(np.max(error))
-        found[name] = told
-    return found
+    return rhat(draws), ess_bulk(draws), effective_sample_size(draws)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,9 @@
+"""Without BlackJAX none of these tests is collected: what does not need the extra runs without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+collect_ignore_glob = [] if find_spec("blackjax") else ["*"]
+if find_spec("numpyro") is None:
+    collect_ignore_glob.append("test_models.py")
