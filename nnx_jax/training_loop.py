@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,6 +11,8 @@ from pydantic import PlainValidator
 
 from nnx_jax.backends.base import Trained, check_backend, load_backend
 from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.checks import GRADIENT, TASK_FIRST, check_loss, check_operator, check_types, parts_of
+from nnx_jax.backends.described import described, identified
 from nnx_jax.backends.optimizers import DEFAULT, read_optimizer, settle_optimizer
 from nnx_jax.backends.parts import Part, check_writable, import_built_in, noted, split_callbacks
 from nnx_jax.core import codec
@@ -21,19 +22,11 @@ from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
 from nnx_jax.core.spec import ENVIRONMENT, Keywords, Spec
 from nnx_jax.core.stateful import StatefulOperator
-from nnx_jax.data.dataset import TrainingDataset
 from nnx_jax.loop.step_callbacks import StepCallbacks
 from nnx_jax.params.fields import Count, Precision, Seed, Size
 
 if TYPE_CHECKING:
     from nnx_jax.runs.artifact import TrainingArtifact
-
-TASK_FIRST = ("numpyro-svi", "numpyro-mcmc", "blackjax")
-"""Backends that infer a posterior: they take a task, and no operator to begin with."""
-GRADIENT = ("nnx", "equinox", "lightning", "keras")
-"""Backends that train the operator they are given."""
-TRAINS = {"nnx": ("nnx_jax.engines.operators", "NNXModelOp"), "equinox": ("nnx_jax.engines.equinox", "EquinoxModelOp")}
-"""The operators that built-in backends train, by backend: module and class."""
 
 
 class TrainerConfig(Spec):
@@ -149,7 +142,7 @@ class TrainingLoop(StatefulOperator):
             fields = _with_config(config, fields)
         if "max_steps" not in fields:
             raise TypeError("TrainingLoop needs max_steps, its length in updates (epochs * rows // batch_size)")
-        _check_types(fields)
+        check_types(fields)
         if isinstance(fields.get("callbacks"), list):
             fields["callbacks"] = tuple(fields["callbacks"])
         super().__init__(**fields)
@@ -174,13 +167,13 @@ class TrainingLoop(StatefulOperator):
         if self.model_op is None and self.backend in GRADIENT:
             yield "model_op", f"is required by the backend '{self.backend}', which trains it"
         if self.loss is not None and self.backend in GRADIENT:
-            yield from noted(lambda: _check_loss(self.loss))
+            yield from noted(lambda: check_loss(self.loss))
         check_operator(self.backend, self.model_op)
         step_form = split_callbacks(self.callbacks)[1]
         log_every, writer = self.log_every_n_steps, self.metric_writer
         yield from (("callbacks", told) for _, told in noted(lambda: StepCallbacks(self, step_form, writer, log_every)))
         yield from self._double_commits()
-        parts = _parts(self.sharding)
+        parts = parts_of(self.sharding)
         if parts is not None and self.batch_size % parts:
             yield "batch_size", f"is {self.batch_size}, which does not split over {parts} devices; give a multiple"
 
@@ -275,7 +268,7 @@ class TrainingLoop(StatefulOperator):
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """(name of a value, "min" or "max") that tells the best commit, of a Checkpoint callback; None for the default."""
+        """What tells the best commit: (name of a value, "min" or "max") of a Checkpoint callback; None for none."""
         name = getattr(self._cadence, "monitor", None)
         return None if name is None else (name, self._cadence.mode)
 
@@ -289,7 +282,7 @@ class TrainingLoop(StatefulOperator):
     def identity(self) -> str:
         """Return the hash of what makes the updates: without the length, cadences, callbacks and where files lie."""
         known = {n: v for n, v in self.changed().items() if n not in (*self.lengths, *self.places)}
-        return content_hash({name: _identified(value) for name, value in known.items()})
+        return content_hash({name: identified(value) for name, value in known.items()})
 
     def to_config(self) -> dict[str, Any]:
         """Return `state()` with the fields that say where it runs: plain values that `from_config` makes the same loop
@@ -326,7 +319,7 @@ class TrainingLoop(StatefulOperator):
         """Return every setting as JSON values, for people to read; what no file can hold is told by its class."""
         from nnx_jax.backends.facts import describe_sharding
 
-        found = {name: _described(getattr(self, name)) for name in type(self).model_fields}
+        found = {name: described(getattr(self, name)) for name in type(self).model_fields}
         sharding = describe_sharding(self.sharding)
         return {**found, "sharding": sharding, "dataset_hash": self.dataset.content_hash()}
 
@@ -335,6 +328,19 @@ class TrainingLoop(StatefulOperator):
         with contextlib.suppress(ConfigError):
             return self.to_yaml()
         return codec.dump_yaml(self.get_config())
+
+
+def rerun(artifact: TrainingArtifact, **changes: Any) -> tuple[Any, TrainingArtifact]:
+    """Train anew as an artifact says, without its commits: on the same machine the hash of the model is the same.
+
+    Args:
+        changes: fields of the loop to change, such as `quiet`.
+
+    Raises:
+        ConfigError: (a ValueError) the loop held something that no file describes.
+    """
+    changes = {"checkpoint_dir": None, **changes}
+    return TrainingLoop.from_yaml(artifact.training_pipeline_yaml).replace(**changes).run()
 
 
 def _with_config(config: TrainerConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,82 +359,6 @@ def _with_config(config: TrainerConfig, fields: Mapping[str, Any]) -> dict[str, 
     return {**told, **fields}
 
 
-def _check_types(fields: Mapping[str, Any]) -> None:
-    """Check what the parts of a loop are.
-
-    Raises:
-        TypeError: naming the field.
-    """
-    for name in ("model_op", "dataset", "val_dataset"):
-        value = fields.get(name)
-        if value is None and name != "dataset":
-            continue
-        wanted = Operator if name == "model_op" else TrainingDataset
-        if not isinstance(value, wanted | Mapping | str):
-            kind = "an Operator, such as NNXModelOp(module)" if name == "model_op" else "a TrainingDataset"
-            raise TypeError(f"TrainingLoop.{name} is {type(value).__name__}; give {kind}")
-    for hook in fields.get("hooks") or ():
-        if not isinstance(hook, str | Mapping) and (isinstance(hook, type) or not callable(hook)):
-            told = f"TrainingLoop.hooks has {getattr(hook, '__name__', type(hook).__name__)}"
-            raise TypeError(f"{told}; a hook is an object that is called as hook(ctx, stage)")
-    writer = fields.get("metric_writer")
-    lacks = [name for name in ("write", "close") if not callable(getattr(writer, name, None))]
-    if not (writer is None or isinstance(writer, str | Mapping)) and lacks:
-        raise TypeError(f"TrainingLoop.metric_writer is {type(writer).__name__}; a MetricWriter has write and close")
-    sharding = fields.get("sharding")
-    if sharding is not None and not isinstance(sharding, Mapping) and _parts(sharding) is None:
-        raise TypeError(f"TrainingLoop.sharding is {type(sharding).__name__}; give a ShardingSpec, or devices by axis")
-    task, backend = fields.get("task"), fields.get("backend", "nnx")
-    if (
-        not (task is None or isinstance(task, str | Mapping))
-        and backend in GRADIENT
-        and not callable(getattr(task, "loss_fn", None))
-    ):
-        told = "a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
-        raise TypeError(f"TrainingLoop.task is {type(task).__name__}; {told}")
-
-
-def check_operator(backend: str, operator: Any) -> None:
-    """Check that a built-in backend can train an operator of this class.
-
-    Raises:
-        TypeError: naming the class it trains.
-    """
-    module, name = TRAINS.get(backend, ("", ""))
-    if operator is None or not module:
-        return
-    wanted = getattr(importlib.import_module(module), name)
-    if not isinstance(operator, wanted):
-        told = f"TrainingLoop.model_op is {type(operator).__name__}; the backend '{backend}' trains an {name}"
-        raise TypeError(f"{told}: {name}(module)")
-
-
-def _check_loss(loss: Any) -> None:
-    """Check that a loss is one.
-
-    Raises:
-        ConfigError: (a ValueError) it is none.
-    """
-    from nnx_jax.objectives.operators import as_loss
-
-    try:
-        as_loss(loss)
-    except ConfigError as error:
-        raise ConfigError(str(error.args[0]), path="loss") from None
-
-
-def _parts(sharding: Any) -> int | None:
-    """Parts that a batch is cut into by a ShardingSpec or a mesh; None for neither, or when it is not known."""
-    if isinstance(sharding, Mapping):
-        sizes = [size for axis, size in sharding.items() if axis in ("data", "fsdp")]
-        found = 1
-        for size in sizes:
-            found *= size
-        return found if all(size > 0 for size in sizes) else None
-    parts = getattr(sharding, "parts", None)
-    return parts if isinstance(parts, int) and hasattr(sharding, "mesh") else None
-
-
 def _filled(callback: Any) -> dict[str, Any]:
     """What a callback knows for the artifact."""
     uri, digest = getattr(callback, "last_uri", None), getattr(callback, "last_hash", None)
@@ -437,40 +367,3 @@ def _filled(callback: Any) -> dict[str, Any]:
         "trained_model_hash": digest,
         "tracker_run_id": getattr(callback, "run_id", None),
     }
-
-
-def _described(value: Any) -> Any:
-    """A value as JSON: specs by their state, operators by class and hash, anything else by its class."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Operator):
-        found = {"class": type(value).__qualname__}
-        with contextlib.suppress(ConfigError):  # it holds something that only Python has
-            found["hash"] = value.content_hash()
-        return found
-    if isinstance(value, Spec):
-        with contextlib.suppress(ConfigError):
-            return value.state()
-    if isinstance(value, Mapping):
-        return {str(name): _described(item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return [_described(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _identified(value: Any) -> Any:
-    """A value as JSON that differs where it would train differently: of a function its text and what it closes over."""
-    from nnx_jax.fit.identity import describe_function
-
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Spec):
-        with contextlib.suppress(ConfigError):
-            return value.content_hash()
-    if isinstance(value, Mapping):
-        return {str(name): _identified(item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return [_identified(item) for item in value]
-    return describe_function(value)

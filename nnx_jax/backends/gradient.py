@@ -15,6 +15,7 @@ import numpy as np
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carried import WEIGHT_NAMES, CarriedPoint
 from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.checks import evaluation_rows
 from nnx_jax.backends.facts import Stopwatch, about, describe_sharding, peak_memory
 from nnx_jax.backends.optimizers import read_optimizer
 from nnx_jax.backends.parts import split_callbacks
@@ -99,7 +100,7 @@ class _Stage:
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, recipe: Recipe, folder: str | Path) -> None:
         self.loop, self.recipe, self.folder, self.before = loop, recipe, folder, state
-        self.watch = Stopwatch()
+        self.watch, self.val = Stopwatch(), evaluation_rows(loop.val_dataset)
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         held = None if state is None else state.model
         self.op = loop.model_op if held is None else held
@@ -180,7 +181,7 @@ class _Stage:
                 precision=loop.precision,
                 nonfinite=POLICIES[loop.on_nonfinite],
                 log_every_n_steps=loop.log_every_n_steps,
-                eval_every_n_steps=loop.eval_every_n_steps if loop.val_dataset is not None else None,
+                eval_every_n_steps=loop.eval_every_n_steps if self.val is not None else None,
                 eval_every_n_epochs=None,
                 monitor=self._monitor(),
                 save_phase_checkpoints=False,
@@ -222,7 +223,7 @@ class _Stage:
     def _data(self) -> NNDataParams:
         loop = self.loop
         return NNDataParams(
-            train=loop.dataset, val=loop.val_dataset, batch_size=loop.batch_size, tail="straddle", seed=loop.seed
+            train=loop.dataset, val=self.val, batch_size=loop.batch_size, tail="straddle", seed=loop.seed
         )
 
     def _call(self, point: Any) -> TrainCall:
@@ -243,21 +244,28 @@ class _Stage:
 
     # -- its end -----------------------------------------------------------------------------------------------
 
+    def _give(self, module: Any) -> Any:
+        """The operator of a trained module; it computes as the training did."""
+        found, precision = self.recipe.give(self.op, module, self.shape), self.loop.precision
+        if getattr(found, "precision", precision) == precision:
+            return found
+        return found.model_copy(update={"precision": precision})
+
     def _shown(self, ctx: TrainContext) -> Any:
         """The operator with the weights of this moment."""
-        return self.recipe.give(self.op, ctx.sync(), self.shape)
+        return self._give(ctx.sync())
 
     def _final_operator(self, point: ResumePoint, reason: str | None) -> Any:
         """The operator that the last callback saw; of the last commit where the run broke off."""
         if reason == "nonfinite":
             return self._operator_of(point)
         found = self.steps.state.model
-        return found if found is not None else self.recipe.give(self.op, self.model.net, self.shape)
+        return found if found is not None else self._give(self.model.net)
 
     def _operator_of(self, point: Any) -> Any:
         module = self.recipe.take(self.op, {})
         self.recipe.load(module, point.load_all(), point.run_id)
-        return self.recipe.give(self.op, module, self.shape)
+        return self._give(module)
 
     def _nothing_left(self, point: Any) -> Trained:
         """The run is as long as it was to be: callbacks begin and end, nothing is trained."""

@@ -86,6 +86,26 @@ class ModelOp(Operator):
         """
         return self.with_arrays(check_fit(type(self).__name__, self._layout(), read_blob(blob)))
 
+    def from_registry(self, registry: Any, ref: str) -> Self:
+        """Return this operator with the weights of a model in a registry; this one stays as it is.
+
+        Args:
+            registry: a ModelRegistry with `load_weights`.
+            ref: hash or name of a model of the same structure.
+
+        Raises:
+            TypeError: a registry that gives no weights.
+            KeyError: it has no such model.
+            ModelError: (a ValueError) the model was stored without weights, or they do not fit; naming the leaf.
+        """
+        load = getattr(registry, "load_weights", None)
+        if not callable(load):
+            raise TypeError(f"{type(registry).__name__} has no load_weights(ref), so it gives no weights")
+        blob = load(ref)
+        if not blob:
+            raise ModelError(f"{ref} was stored without weights: there is no weights blob")
+        return self.with_weights(blob)  # type: ignore[arg-type]
+
     def _layout(self) -> Mapping[str, Any]:
         """What the weights look like: name -> something with a shape and a dtype."""
         return self.arrays()
