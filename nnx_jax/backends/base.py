@@ -57,16 +57,17 @@ def register_backend(name: str, module: str, *, replace: bool = False) -> None:
         raise ConfigError(
             f"a backend is a name and a module's dotted name, got {name!r} and {module!r}", path="backend"
         )
-    known = _registered()
-    if name in known and known[name] != module and not replace:
-        told = f"the name '{name}' is taken by {known[name]}; choose another, or give replace=True"
-        raise ConfigError(told, path="backend")
+    taken = None if replace else _module_of(name)
+    if taken not in (None, module):
+        raise ConfigError(
+            f"the name '{name}' is taken by {taken}; choose another, or give replace=True", path="backend"
+        )
     _MODULES[name] = module
 
 
 def backend_names() -> list[str]:
     """Every name `backend=` takes, sorted; nothing is imported for it."""
-    return sorted(_registered())
+    return sorted({*_declared(), *_MODULES})
 
 
 def check_backend(name: Any) -> None:
@@ -75,8 +76,8 @@ def check_backend(name: Any) -> None:
     Raises:
         ConfigError: (a ValueError) with the names there are.
     """
-    names = backend_names()
-    if name not in names:
+    if _module_of(name) is None:
+        names = backend_names()
         close = nearest(name, names)
         hint = close if "did you mean" in close else ""
         raise ConfigError(f"there is no backend {name!r}{hint} (there are: {', '.join(names)})", path="backend")
@@ -90,7 +91,7 @@ def load_backend(name: str) -> Backend:
         ImportError: its module cannot be imported.
     """
     check_backend(name)
-    where = _registered()[name]
+    where = str(_module_of(name))
     try:
         module: Any = importlib.import_module(where)
     except ImportError as error:
@@ -102,15 +103,25 @@ def load_backend(name: str) -> Backend:
     return module
 
 
-def _registered() -> dict[str, str]:
-    """Names and modules; what is registered in this process goes before what packages declare.
+def _declared() -> dict[str, list[str]]:
+    """Names, and the modules that installed packages declare for each."""
+    found: dict[str, list[str]] = {}
+    for point in entry_points(group=GROUP):
+        if point.value not in found.setdefault(point.name, []):
+            found[point.name].append(point.value)
+    return found
+
+
+def _module_of(name: Any) -> str | None:
+    """The module of a name, None for an unknown one; what this process registered goes before what packages declare.
 
     Raises:
-        ConfigError: (a ValueError) two packages declare one name for different modules.
+        ConfigError: (a ValueError) two packages declare it for different modules.
     """
-    declared: dict[str, str] = {}
-    for point in entry_points(group=GROUP):
-        if declared.setdefault(point.name, point.value) != point.value and point.name not in _MODULES:
-            told = f"two packages declare the backend '{point.name}': {declared[point.name]} and {point.value}"
-            raise ConfigError(f"{told}; uninstall one, or choose with register_backend", path="backend")
-    return {**declared, **_MODULES}
+    if name in _MODULES:
+        return _MODULES[name]
+    modules = _declared().get(name, [])
+    if len(modules) > 1:
+        told = f"two packages declare the backend '{name}': {' and '.join(sorted(modules))}"
+        raise ConfigError(f"{told}; uninstall one, or choose with register_backend(..., replace=True)", path="backend")
+    return modules[0] if modules else None
