@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import secrets
@@ -217,7 +218,7 @@ class ZarrStore:
         """Remove the cache; return whether there was one."""
         if not self._remote:
             return fsio.remove_tree(self._path)
-        files, path = _imported("fsspec").core.url_to_fs(self._path)
+        files, path = _imported("fsspec.core").url_to_fs(self._path)
         if not files.exists(path):
             return False
         files.rm(path, recursive=True)
@@ -254,6 +255,8 @@ def _array(index: int) -> str:
 
 def _imported(name: str) -> Any:
     try:
-        return __import__(name)
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"a cache of format 'zarr' needs {name}: pip install 'nnx_jax[cache]'") from error
+        raise ImportError(
+            f"a cache of format 'zarr' needs {name.split('.')[0]}: pip install 'nnx_jax[cache]'"
+        ) from error

@@ -118,7 +118,7 @@ def chunks_of(items: Iterable[Any], where: str, *, batched: bool = False, skip: 
         first = 0
     for index, item in enumerate(items, first):
         named = as_columns(item, f"{where}: item {index}")
-        columns = {name: np.asarray(value) for name, value in named.items()}
+        columns = {name: np.array(value) for name, value in named.items()}  # a source may fill the same array again
         if not batched:
             yield {name: value[None] for name, value in columns.items()}
             continue

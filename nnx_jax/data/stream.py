@@ -87,8 +87,9 @@ class Passes:
         self._loaded = 0  # those of them that were in a block
         self._shapes: dict[str, tuple[int, ...]] = {}  # of a row
         self._spare: Columns | None = None  # read beyond the end of a block
-        self._block: Columns | None = None  # what is handed on next
-        self._at = 0  # rows of the block that were handed on
+        self._block: Columns = {}  # what is handed on next
+        self._size = 0  # rows of the block
+        self._at = 0  # those of them that were handed on
         self.position = 0
 
     def read(self, rows: int, *, on: bool = True) -> Columns | None:
@@ -102,14 +103,14 @@ class Passes:
         """
         parts, missing = [], rows
         while missing:
-            part = self._next(missing)
-            if part is None:
-                if not on:
-                    break
+            part, many = self._next(missing)
+            if many:
+                missing -= many
+                parts.append(part)
+            elif on:
                 self._begin_next_pass()
-                continue
-            missing -= _rows(part)
-            parts.append(part)
+            else:
+                break
         if not parts:
             return None
         self.position += rows - missing
@@ -136,35 +137,35 @@ class Passes:
     def _open(self, number: int, offset: int) -> bool:
         """Begin pass `number` at row `offset`; return whether the pass has that row."""
         start = offset - offset % self._buffer if self._buffer else offset
-        self._chunks, self._spare, self._block, self._at = self._dataset.chunks(start), None, None, 0
+        self._chunks, self._spare, self._size, self._at = self._dataset.chunks(start), None, 0, 0
         self._number, self._loaded, self._read = number, start, start
         if offset == 0:
             return True
         if not self._load():
             return False
-        assert self._block is not None
         self._at = offset - start
-        return self._at < _rows(self._block)
+        return self._at < self._size
 
     def _loaded_at_end(self) -> int:
         """Rows of one pass, counted."""
-        if self._block is not None and self._buffer and _rows(self._block) < self._buffer:
+        if 0 < self._size < self._buffer:
             self._length = self._loaded  # a block that is not full is the last one
             return self._length
         self._length = sum(map(_rows, self._dataset.chunks()))
         self._check_length(self._length)
         return self._length
 
-    def _next(self, rows: int) -> Columns | None:
-        """Up to `rows` rows of the block at hand, or of the next one; None at the end of the pass."""
+    def _next(self, rows: int) -> tuple[Columns, int]:
+        """Up to `rows` rows of the block at hand, or of the next one, and how many; 0 at the end of the pass."""
         if self._chunks is None:
             self._open(0, 0)
-        if (self._block is None or self._at >= _rows(self._block)) and not self._load():
-            return None
-        assert self._block is not None
-        part = {name: column[self._at : self._at + rows] for name, column in self._block.items()}
-        self._at += _rows(part)
-        return part
+        if self._at >= self._size and not self._load():
+            return {}, 0
+        first, last = self._at, min(self._at + rows, self._size)
+        self._at = last
+        if last - first == self._size:
+            return self._block, self._size
+        return {name: column[first:last] for name, column in self._block.items()}, last - first
 
     def _load(self) -> bool:
         """Make the next block ready; False at the end of the pass."""
@@ -178,7 +179,7 @@ class Passes:
             key = [self._seed, (self._number << 32) + place]
             order = np.argsort(np.random.Philox(key=[word % _WORD for word in key]).random_raw(rows), kind="stable")
             block = {name: column[order] for name, column in block.items()}
-        self._block, self._at = block, 0
+        self._block, self._size, self._at = block, rows, 0
         return True
 
     def _gathered(self, rows: int) -> Columns | None:
@@ -195,13 +196,16 @@ class Passes:
     def _chunk(self) -> Columns | None:
         """The next rows of the source that are some."""
         chunk, self._spare = self._spare, None
-        while chunk is None or _rows(chunk) == 0:
-            chunk = next(self._chunks, None)  # type: ignore[arg-type]
-            if chunk is None:
+        while chunk is None:
+            found = next(self._chunks, None)  # type: ignore[arg-type]
+            if found is None:
                 return None
-            self._shapes = self._shapes or row_shapes(chunk)
-            check_shapes(chunk, self._shapes, f"{self._name}: row {self._read} of pass {self._number}")
-            self._read += _rows(chunk)
+            shapes, rows = row_shapes(found), _rows(found)
+            if shapes != self._shapes:
+                self._shapes = self._shapes or shapes
+                check_shapes(found, self._shapes, f"{self._name}: row {self._read} of pass {self._number}")
+            self._read += rows
+            chunk = found if rows else None
         return chunk
 
     def _begin_next_pass(self) -> None:

@@ -160,6 +160,30 @@ def test_a_cache_that_is_not_whole_is_written_anew(tmp_path: Path, damage: str) 
     assert source._asked["rows"] == asked + 10
 
 
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    """Another process finishes the same cache while this one writes: one of the two is kept, whole."""
+
+    class Racing(Counting):
+        """Is cached by somebody else when its last row is asked for."""
+
+        def take(self, indices: np.ndarray) -> Any:
+            if 7 in indices and not left(tmp_path / self.content_hash()):
+                list(CachedDataset(source=Counting(), cache_dir=str(tmp_path / "other")))
+                (tmp_path / "other" / Counting().content_hash()).rename(tmp_path / self.content_hash())
+            return super().take(indices)
+
+    data = CachedDataset(source=Racing(), cache_dir=str(tmp_path))
+    np.testing.assert_array_equal(data.take(np.arange(8))["x"][:, 0], 1.0 + np.arange(8))
+    assert left(tmp_path) == sorted(["other", data.content_hash()])
+
+
+def test_zarr_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = CachedDataset(source=Counting(), cache_dir=str(tmp_path), format="zarr")
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(ImportError, match=r"a cache of format 'zarr' needs zarr: pip install 'nnx_jax\[cache\]'"):
+        data.take(np.arange(1))
+
+
 def test_a_row_of_another_shape_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """(pipekit:B21) also where the source cannot even stack it, and where only the type differs."""
     with pytest.raises(ValueError, match=r"Counting: row 3 is .*\(4,\).*the first row .*\(3,\)"):
