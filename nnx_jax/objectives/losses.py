@@ -291,11 +291,14 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def build_loss(spec: Any) -> Loss:
-    """Build the loss of a LossParams spec (a user's own defines `__call__`), a kind's name, a function, or a Loss.
+    """Build the loss of a LossParams spec (a user's own defines `__call__`), a loss operator, a kind's name, a
+    function, or a Loss.
 
     Raises:
         ConfigError: for an unknown kind.
     """
+    if callable(operator := getattr(spec, "as_loss", None)):
+        return operator()
     return spec if isinstance(spec, Loss) else made_loss(spec, LOSSES, wrap_user_loss)
 
 

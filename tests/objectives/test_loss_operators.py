@@ -470,3 +470,12 @@ def test_a_term_keeps_its_reduction_in_a_composite() -> None:
     (term,) = as_loss(Composite(((2.0, MSE("sum")),)))(jnp.array([1.0]), batch([0.0]))
     assert dataclasses.astuple(term)[0] == "MSE_0"
     assert (term.reduction, term.weight) == ("sum", 2.0)
+
+
+def test_a_model_takes_a_loss_operator() -> None:
+    """What trains by a loss's name trains by the operator: the same terms, masks included."""
+    batch = {"y": jnp.array([1.0, 2.0, 9.0]), "mask": jnp.array([1.0, 1.0, 0.0])}
+    outputs = jnp.array([3.0, 2.0, 0.0])
+    (mine,), (builtin,) = build_loss(MSE())(outputs, batch), build_loss("mse")(outputs, batch)
+    assert (float(mine.numerator), float(mine.denominator)) == (4.0, 2.0)
+    assert (float(builtin.numerator), float(builtin.denominator)) == (4.0, 2.0)
