@@ -17,12 +17,12 @@ from flax import nnx
 
 from nnx_jax.backends.equinox import EquinoxModel
 from nnx_jax.core.errors import ConfigError, ModelError, ResumePointError
-from nnx_jax.engines.equinox import EquinoxEngine, EquinoxNet, PureEquinox
+from nnx_jax.engines.equinox import EquinoxEngine, EquinoxModelOp, EquinoxNet, PureEquinox
 from nnx_jax.fit import prepare
 from nnx_jax.hooks import EMAHook, GradientAccumulationHook, GradientClipHook, MixedPrecisionHook, SpikeSkipHook
 from nnx_jax.loop.callbacks import Callback
 from nnx_jax.model import NNModel
-from nnx_jax.objectives.objective import ObjectiveResult
+from nnx_jax.objectives.objective import ObjectiveContext, ObjectiveResult
 from nnx_jax.params.model import NNModelParams
 from nnx_jax.params.net import NNParams
 from nnx_jax.params.run import RunSpec
@@ -134,36 +134,28 @@ def test_leaves_are_named_by_their_path_and_only_floats_are_trained() -> None:
     ]  # fmt: skip
 
 
-def test_integers_bools_keys_and_frozen_leaves_stay_as_they_are(tmp_path: Path) -> None:
-    """They have the same bits after training, and the optimizer holds nothing of them. (pipekit:G13) (pipekit:G14)"""
+def test_what_is_not_trained_stays_and_the_module_given_is_never_changed(tmp_path: Path) -> None:
+    """Integers, bools, keys and frozen leaves have their bits, and the optimizer holds nothing of them.
+
+    The module and state that were given have the weights they had; the trained ones are new objects.
+    (pipekit:G13) (pipekit:G14) (pipekit:G15)
+    """
     module, state = normed()
     of = model((module, state), freeze=("first", "last.bias"))
-    run = fit(tmp_path, of)
+    run = fit(tmp_path, of, n_epochs=1)
     trained = of.module
-    assert trained.flags is module.flags
-    assert trained.places is module.places
-    assert trained.key is module.key
-    for then, now in ((module.first, trained.first), (module.last.bias, trained.last.bias)):
-        assert eqx.tree_equal(then, now) is True or np.array_equal(then, now)
+    for name in ("flags", "places", "key"):
+        assert getattr(trained, name) is getattr(module, name)
+    for then, now in ((module.first.weight, trained.first.weight), (module.last.bias, trained.last.bias)):
+        np.testing.assert_array_equal(then, now)
     assert not np.array_equal(module.last.weight, trained.last.weight)
     held = {name for name in stored(run) if name.startswith("opt_state/")}
     assert any("last.weight" in name for name in held)
     assert not any(part in name for name in held for part in ("first", "last.bias", "places", "flags", "key"))
-
-
-def test_the_module_given_is_never_changed(tmp_path: Path) -> None:
-    """Training gives a new module; the old one and its state have the weights they had. (pipekit:G15)"""
-    module, state = normed()
-    before = jax.tree.map(lambda leaf: np.array(leaf) if not eqx.is_array(leaf) else leaf, (module, state))
-    of = model((module, state))
-    fit(tmp_path, of)
-    assert of.module is not module
+    fresh, first = normed()
+    np.testing.assert_array_equal(module.last.weight, fresh.last.weight)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(state)] == [leaf.tolist() for leaf in jax.tree.leaves(first)]
     assert of.state is not state
-    again = normed()
-    for made, now in ((again[0].last.weight, module.last.weight), (again[0].norm.weight, module.norm.weight)):
-        np.testing.assert_array_equal(made, now)
-    np.testing.assert_array_equal(state.get(module.norm.batch_counter), 0)
-    assert before is not None
 
 
 def test_random_keys_of_a_module_are_restored_as_keys(tmp_path: Path) -> None:
@@ -224,25 +216,29 @@ def test_evaluation_is_inference_mode_and_needs_no_key(tmp_path: Path) -> None:
     x = rows().arrays()["x"]
     expected = jax.vmap(lambda row: calm(row, of.state, key=None)[0])(x)
     np.testing.assert_allclose(of.predict(x, batch_size=7).logits, expected, rtol=1e-6, atol=1e-6)
+    op = EquinoxModelOp(of.net, input_shape=(4,))
+    np.testing.assert_allclose(op(x), of.predict(x).logits, rtol=1e-6, atol=1e-6)
     score = of.evaluate(rows(), batch_size=5)["loss"]
     assert score == pytest.approx(float(np.mean(square(np.asarray(expected), rows().arrays()["y"]))), rel=1e-5)
 
 
-def test_a_module_may_take_whole_batches(tmp_path: Path) -> None:
-    """`takes_batch`: called once with every column; here it is the same function, so the bits are the same."""
+def test_a_module_may_take_whole_batches() -> None:
+    """`takes_batch`: called once with every column, by the step and by an objective's `apply`."""
 
     class Whole(eqx.Module):
         net: eqx.nn.MLP
         takes_batch = True
 
         def __call__(self, batch: Any) -> Any:
-            assert set(batch) >= {"x", "y"}
-            return jax.vmap(self.net)(batch["x"])
+            return jax.vmap(self.net)(batch["x"]) + batch["shift"]
 
-    one, two = model(Whole(mlp())), model()
-    fit(tmp_path / "a", one)
-    fit(tmp_path / "b", two)
-    assert [v.tobytes() for v in weights(one).values()] == [v.tobytes() for v in weights(two).values()]
+    x, shift = rows(6).arrays()["x"], np.ones(2, np.float32)
+    pure = PureEquinox(EquinoxNet(Whole(mlp())))
+    outputs, _ = pure.forward(pure.params, {}, {"x": x, "shift": shift}, jax.random.key(0), True)
+    np.testing.assert_allclose(outputs, jax.vmap(mlp())(x) + 1, rtol=1e-6)
+    ctx = ObjectiveContext(pure.opened(pure.params, {}, None, train=True), {"x": x, "shift": shift, "mask": np.ones(6)},
+                           jax.random.key(0), 0, 0, True, "float32")  # fmt: skip
+    np.testing.assert_array_equal(ctx.apply(), outputs)
 
 
 def test_lower_precision_is_cast_at_the_border() -> None:
@@ -350,7 +346,7 @@ HOOKS = {
 }
 
 
-ALWAYS = ("all of them", "float16 with a scale")
+ALWAYS = ("all of them",)
 
 
 @pytest.mark.parametrize("case", [c if c in ALWAYS else pytest.param(c, marks=pytest.mark.slow) for c in HOOKS])
@@ -398,7 +394,7 @@ def test_an_interrupted_run_continues_bit_for_bit(tmp_path: Path, optim: Any) ->
 
     The data goes on where it was: no row is seen twice and none is left out, or the history would tell.
     """
-    given: dict[str, Any] = {"count": 44, "val": rows(9, 1), "eval_every_n_steps": 1, "optim": optim}
+    given: dict[str, Any] = {"count": 30, "val": rows(9, 1), "eval_every_n_steps": 1, "optim": optim}
     straight = fit(tmp_path / "a", model(normed()), more={"checkpoint": EVERY}, **given)
     with pytest.raises(RuntimeError, match="stopped here"):
         fit(tmp_path / "b", model(normed()), more={"checkpoint": EVERY, "callbacks": [Stop(2)]}, **given)

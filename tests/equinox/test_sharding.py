@@ -67,7 +67,7 @@ def steady() -> EquinoxModel:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[EquinoxModel, NNRun]:
     of = steady()
-    return of, fit(tmp_path_factory.mktemp("alone"), of, count=22, n_epochs=4)
+    return of, fit(tmp_path_factory.mktemp("alone"), of, count=22, n_epochs=2)
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, pytest.param({"data": 4}, marks=pytest.mark.slow)])
@@ -78,17 +78,18 @@ def test_devices_change_no_number(mesh: Any, alone: Any, tmp_path: Path) -> None
     added in another order. (pipekit:J7) (pipekit:N14)
     """
     of = steady()
-    run = fit(tmp_path, of, count=22, n_epochs=4, more={"mesh": mesh})
+    run = fit(tmp_path, of, count=22, n_epochs=2, more={"mesh": mesh})
     close(of, alone[0], rtol=1e-5, atol=2e-6)
     assert run.artifact["train"]["loss"] == pytest.approx(alone[1].artifact["train"]["loss"], rel=1e-6)
-    assert int(weights(of)["norm.batch_counter"]) == 12
+    assert int(weights(of)["norm.batch_counter"]) == 6
 
 
+@pytest.mark.slow
 def test_without_a_mesh_nothing_is_placed(alone: Any, tmp_path: Path) -> None:
     """No sharding is the plain path: one device, and the bits of a run that names a mesh of one. (pipekit:J4)"""
     of = steady()
     assert {len(leaf.sharding.device_set) for leaf in leaves(engine(model(), {})).values()} == {1}
-    fit(tmp_path, of, count=22, n_epochs=4, more={"mesh": {"data": 1}})
+    fit(tmp_path, of, count=22, n_epochs=2, more={"mesh": {"data": 1}})
     for name, value in weights(of).items():
         np.testing.assert_array_equal(value, weights(alone[0])[name], err_msg=name)
 
@@ -105,6 +106,7 @@ def test_a_checkpoint_comes_back_where_its_leaves_were(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(restored[name]), value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_three_hundred_updates_learn_on_two_devices(tmp_path: Path) -> None:
     """Adam with 1e-2, batch 8: the error falls below half; the trained leaves are whole everywhere. (pipekit:J6)"""
     of = model()
