@@ -7,6 +7,7 @@ must therefore know the parameters, wherever the object keeps them.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -35,11 +36,12 @@ def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
     * An object with a method `content_hash()` answers for itself, under its class.
     * Arrays count by dtype, shape and bytes; numbers, text, lists and mappings by their values.
     * Any other object counts by its class and all its attributes (dataclass fields, slots, `__dict__`), however deep.
-    * Named functions and classes count by their full name: what is written in them is not looked at.
+    * Functions and classes count by the full name that finds them (a compiled function as the one that was compiled):
+      what is written in them is not looked at.
 
     Raises:
-        DataError: a value that cannot be told apart from another one (a lambda, a local function, an open file); it
-            names the place, and what to do.
+        DataError: a value that cannot be told apart from another one (a lambda, a local or wrapped function, a
+            generator); it names the place, and what to do.
     """
     where = _where or type(value).__name__
     if _depth > _DEPTH:
@@ -52,6 +54,10 @@ def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
         return {type(value).__name__: repr(value)}
     if isinstance(value, type):
         return {"class": full_name(value)}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.str}
+    if isinstance(value, slice):
+        return {"slice": [identity_of(part, where, _depth + 1) for part in (value.start, value.stop, value.step)]}
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
     if isinstance(value, np.generic) or (hasattr(value, "dtype") and hasattr(value, "shape")):
@@ -85,14 +91,31 @@ def _array(value: Any, where: str) -> Any:
 
 
 def _function(value: Any, where: str, depth: int) -> Any:
-    name, module, owner = value.__qualname__, getattr(value, "__module__", None), getattr(value, "__self__", None)
-    if "<" in name:
-        raise DataError(
-            f"{where}: the function {name} has no name that tells it from another one; write it as an operator, "
-            "or as a function at the top of a module"
-        )
+    owner = getattr(value, "__self__", None)
     bound = owner is not None and not isinstance(owner, types.ModuleType)
-    return {"function": f"{module}.{name}"} | ({"of": identity_of(owner, where, depth + 1)} if bound else {})
+    function = _plain_function(getattr(value, "__func__", value))
+    name = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function.__name__)}"
+    if not (bound and function is value) and _named(function) is not function:
+        raise DataError(
+            f"{where}: {name} is no name that finds this very function; write it as an operator, or as a function at "
+            "the top of a module"
+        )
+    return {"function": name} | ({"of": identity_of(owner, where, depth + 1)} if bound else {})
+
+
+def _plain_function(value: Any) -> Any:
+    """The function that was compiled: it computes the same."""
+    while type(value).__name__ == "PjitFunction":
+        value = value.__wrapped__
+    return value
+
+
+def _named(function: Any) -> Any:
+    """What the full name of a function finds: another one, or nothing, for lambdas, local and wrapped functions."""
+    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    for part in getattr(function, "__qualname__", function.__name__).split("."):
+        found = getattr(found, part, None)
+    return _plain_function(found)
 
 
 def _object(value: Any, where: str, depth: int) -> Any:

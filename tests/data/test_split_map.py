@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,7 +190,7 @@ def test_map_of_targets_pairs_batches_and_parts() -> None:
 
 def test_what_cannot_be_mapped() -> None:
     data = ArrayDataset(X, Y)
-    with pytest.raises(ValueError, match=r"<lambda> has no name .*; or name what it does with op_id"):
+    with pytest.raises(ValueError, match=r"<lambda> is no name that finds .*; or name what it does with op_id"):
         data.map(lambda x: x)
     with pytest.raises(TypeError, match="a dataset cannot come after another one"):
         data | data
@@ -237,22 +239,34 @@ def test_what_an_object_holds_is_its_identity() -> None:
         np.float32(1), np.ones(2), np.ones(3), np.ones(2, np.float32), np.tanh, np.sin, len, np,
         Holder(a=1), Holder(a=2), Holder(_a=1), Holder(a=Holder(a=1)), Holder(a=np.ones(2)), Slotted(1), Slotted(2),
         Holder, Slotted, Shift(by=1.0), Shift(by=2.0), Holder(a=1).__init__, Holder(a=2).__init__,
+        Path("a"), object_hash, partial(object_hash, 1), partial(object_hash, 2), slice(1), slice(2), np.dtype("f4"),
     ]  # fmt: skip
     hashes = [object_hash(value) for value in values]
     assert len(set(hashes)) == len(values)
     assert hashes == [object_hash(value) for value in values]
 
 
+def test_a_compiled_function_is_the_function() -> None:
+    import jax
+
+    assert object_hash(jax.jit(jax.numpy.tanh)) == object_hash(jax.numpy.tanh)
+    assert object_hash(jax.nn.relu) != object_hash(jax.numpy.tanh)
+    for other in (jax.vmap(jax.numpy.tanh), jax.grad(jax.numpy.tanh)):  # these have its name
+        with pytest.raises(DataError, match="tanh is no name that finds this very function"):
+            object_hash(other)
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (Holder(f=lambda: 0), r"Holder\.f: the function .*<lambda> has no name"),
+        (Holder(f=lambda: 0), r"Holder\.f: .*<lambda> is no name that finds this very function"),
         (
             Holder(a=[1, Holder(g=np.random.default_rng(0))]),
             r"Holder\.a\[1\]\.g is a numpy.random._generator.Generator",
         ),
         (Holder(a=(i for i in range(3))), r"Holder\.a"),
         (Holder(a=np.array([object()])), "cannot be hashed"),
+        (Holder(f=wraps(object_hash)(lambda x: x)), r"identity\.object_hash is no name that finds this very function"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(value: Any, told: str) -> None:
