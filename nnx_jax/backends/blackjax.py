@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from nnx_jax.backends.base import Trained
-from nnx_jax.backends.carried import CarriedPoint
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.facts import Stopwatch
 from nnx_jax.backends.gradient import Recipe, _Last, _Stage
+from nnx_jax.backends.parts import split_callbacks
+from nnx_jax.backends.stored import LoopMark, writing
 from nnx_jax.core.errors import ConfigError, ModelError
 from nnx_jax.data.dataset import TrainingDataset
-from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.blackjax import BlackjaxEngine
+from nnx_jax.engines.blackjax_batches import Minibatches
 from nnx_jax.engines.blackjax_samplers import make_sampler, require_blackjax
 from nnx_jax.engines.blackjax_task import BlackjaxTask, Target, as_blackjax_task, make_target
 from nnx_jax.engines.chains import BlackjaxPredictiveOp, Posterior
-from nnx_jax.engines.checks import epoch_batches
 from nnx_jax.engines.compile_cache import enable_compile_cache
 from nnx_jax.engines.feeds import make_feeds
 from nnx_jax.engines.predictive import NumpyroPredictiveOp, check_site
@@ -33,7 +33,6 @@ from nnx_jax.fit.framework import Framework
 from nnx_jax.fit.identity import describe_function
 from nnx_jax.fit.job import Job, identify
 from nnx_jax.fit.schedules import RunSchedules
-from nnx_jax.loop import callbacks as own
 from nnx_jax.loop.hook_events import HookEvents
 from nnx_jax.loop.progress import make_progress
 from nnx_jax.loop.step_callbacks import StepCallbacks
@@ -45,7 +44,7 @@ from nnx_jax.runs.run import NNRun
 from nnx_jax.spmd.world import World
 
 EPOCH = 1000
-"""Draws of an epoch where neither a pass over minibatches nor `steps_per_epoch` says how many."""
+"""Draws of an epoch where `steps_per_epoch` does not say how many. No pass over minibatches is one: it may be short."""
 UNUSED = ("optimizer_config", "loss", "metrics", "val_dataset", "eval_every_n_steps")
 """Settings of a loop that say nothing to a sampler."""
 
@@ -67,6 +66,8 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
     _check_settings(loop, task)
     with contextlib.ExitStack() as stack:
         folder = loop.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
+        if loop.directory is not None:
+            stack.enter_context(writing(folder))
         return _Sampling(loop, state, task, folder).run()
 
 
@@ -78,6 +79,9 @@ def _check_settings(loop: Any, task: BlackjaxTask) -> None:
     if loop.on_nonfinite == "skip":
         told = "got 'skip', but a chain without its draw is another chain; write 'raise' or 'stop'"
         raise ConfigError(told, path="TrainingLoop.on_nonfinite")
+    if loop.resume == "weights_only":
+        told = "got 'weights_only', but chains have no weights; write 'auto' or 'full'"
+        raise ConfigError(told, path="TrainingLoop.resume")
     unused = [*UNUSED, *(() if task.minibatches else ("batch_size",))]
     given = [name for name in unused if name in loop.model_fields_set and getattr(loop, name) != loop.default_of(name)]
     if given:
@@ -111,15 +115,12 @@ class BlackjaxFramework(Framework):
 
 def build_engine(task: BlackjaxTask, spec: RunSpec, description: str = "") -> BlackjaxEngine:
     """Return the engine of a settled task over the data of a specification."""
-    dataset, feed = None if spec.data is None else spec.data.train, None
+    dataset = None if spec.data is None else spec.data.train
     rows = 0 if dataset is None else len(dataset)
     target = make_target(task, lambda: _columns(dataset), rows)
-    if task.minibatches:
-        feed = _minibatches(spec, target)
+    batches = _minibatches(spec, target) if task.minibatches else None
     per_epoch = spec.training.steps_per_epoch or EPOCH
-    if feed is not None:
-        per_epoch = epoch_batches(feed, spec.training.steps_per_epoch, 1)
-    return BlackjaxEngine(spec, make_sampler(task, target), per_epoch, feed, description)
+    return BlackjaxEngine(spec, make_sampler(task, target), per_epoch, batches, description)
 
 
 def _columns(dataset: Any) -> Mapping[str, Any]:
@@ -130,15 +131,19 @@ def _columns(dataset: Any) -> Mapping[str, Any]:
     return dataset.take(np.arange(len(dataset))) if whole is None else whole
 
 
-def _minibatches(spec: RunSpec, target: Target) -> Any:
-    """The feed of a sampler that takes minibatches; rows that fill no batch are left out where none may be padded."""
-    assert spec.data is not None
-    feed = make_feeds(spec)["train"]
-    if isinstance(feed, Feed):
-        target.check_batches(feed.batch_size)
-        if not target.weighs_rows and feed.tail in ("pad", "keep"):
-            return make_feeds(spec.replace(data=spec.data.replace(tail="drop")))["train"]
-    return feed
+def _minibatches(spec: RunSpec, target: Target) -> Minibatches:
+    """The batches of a sampler that takes them, all of one size.
+
+    Rows that fill no batch are padded where the estimate weighs rows, else left out of that pass.
+    """
+    if spec.data is None:
+        raise ConfigError("this sampler takes minibatches of a dataset; give one", path="data.train")
+    data, weighs = spec.data, target.weighs_rows
+    if data.tail == "keep" or (data.tail == "pad" and not weighs):
+        data = data.replace(tail="pad" if weighs else "drop")
+    feed = make_feeds(spec.replace(data=data))["train"]
+    target.check_batches(data.batch_size)
+    return Minibatches(feed, weighs_rows=weighs)
 
 
 class BlackjaxModel:
@@ -203,7 +208,7 @@ class _Sampling(_Stage):
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, task: BlackjaxTask, folder: str | Path) -> None:
         self.loop, self.folder, self.before, self.task = loop, folder, state, task
-        self.watch, self.op = Stopwatch(), None
+        self.watch, self.op, self.val, self.parent = Stopwatch(), None, None, None
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         packages = ("blackjax",) if task.numpyro_task is None else ("blackjax", "numpyro")
         untyped: Any = BlackjaxModel
@@ -215,11 +220,11 @@ class _Sampling(_Stage):
         if task.numpyro_task is not None:
             check_site(task.numpyro_task, loop.dataset.take(np.arange(1))["x"])
         self.model: Any = BlackjaxModel(task, self.shape)
-        self.last, self.known = _Last(), None
-        mine = [each for each in loop.callbacks if isinstance(each, own.Callback)]
+        self.last, self.known, self.mark = _Last(), None, LoopMark(loop.get_config())
+        mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
             loop,
-            [each for each in loop.callbacks if not isinstance(each, own.Callback)],
+            step_form,
             loop.metric_writer,
             loop.log_every_n_steps,
             self._shown,
@@ -238,9 +243,11 @@ class _Sampling(_Stage):
                 seed=loop.seed,
                 log_every_n_steps=loop.log_every_n_steps,
                 eval_every_n_epochs=None,
+                monitor=self._monitor(),
                 save_phase_checkpoints=False,
                 dispatch="step" if loop.debug else "auto",
                 resume_from_run_id=point.run_id if isinstance(point, ResumePoint) else None,
+                salt=self._salt(point),
             ),
             hooks=tuple(hook for hook in loop.hooks if getattr(hook, "family", "") == "hook"),
             checkpoint=CheckpointParams(every_n_steps=loop.commit_every, every_n_epochs=None, keep=loop.keep),
@@ -256,7 +263,8 @@ class _Sampling(_Stage):
             callbacks=tuple(self.callbacks),
             hooks=tuple(hook for hook in self.loop.hooks if getattr(hook, "family", "") != "hook"),
             runs_dir=self.folder,
-            start=point if isinstance(point, CarriedPoint) else None,
+            components=(self.mark,),
+            start=point,
         )
 
     def _weights(self) -> dict[str, np.ndarray]:

@@ -17,29 +17,33 @@ from nnx_jax.engines.blackjax_task import named_leaves
 from nnx_jax.engines.predictive import SAMPLES, PredictiveOp
 
 
-def diagnose(posterior: Mapping[str, Any], *, chains: bool = True) -> dict[str, dict[str, float]]:
+def diagnose(posterior: Mapping[str, Any], *, chains: bool = True) -> dict[str, dict[str, Any]]:
     """Return what the draws of every site say of themselves, by site: mean, sd, r_hat, ess and mcse.
 
     `r_hat` is the rank-normalised split R-hat and `ess` the bulk effective sample size of Vehtari et al. (2021,
     doi:10.1214/20-BA1221), by BlackJAX; of a site with several elements the worst one. `mean` and `sd` are those of all
     elements together, so they tell something of scalar sites only. `mcse` is the largest Monte Carlo standard error of
-    an element's mean, sd / sqrt(ess of the mean).
+    an element's mean, sd / sqrt(ess of the mean). What is not finite, as of chains that stand still, is None.
 
     Args:
         posterior: values by site, [chains, draws, ...].
         chains: the draws are successive; those of an ensemble are not, and have neither `r_hat` nor `ess`.
     """
-    values = {name: np.asarray(given, np.float32) for name, given in posterior.items()}
-    found = {name: {"mean": float(array.mean()), "sd": float(array.std())} for name, array in values.items()}
+    values = {name: np.asarray(given, np.float64) for name, given in posterior.items()}
+    found: dict[str, dict[str, Any]] = {
+        name: {"mean": float(array.mean()), "sd": float(array.std())} for name, array in values.items()
+    }
     if not values or not chains or next(iter(values.values())).shape[1] < 4:
         return found
     flat = [array.reshape(*array.shape[:2], -1) for array in values.values()]
-    r_hat, bulk, plain = (np.asarray(each) for each in _judge(np.concatenate(flat, axis=2)))
+    r_hat, bulk, plain = (np.reshape(each, -1) for each in _judge(np.concatenate(flat, axis=2).astype(np.float32)))
     spread, first = np.concatenate([array.std(axis=(0, 1)) for array in flat]), 0
     for name, array in zip(values, flat, strict=True):
         here = slice(first, first + array.shape[2])
-        error = spread[here] / np.sqrt(plain[here])
-        found[name] |= {"r_hat": float(r_hat[here].max()), "ess": float(bulk[here].min()), "mcse": float(error.max())}
+        with np.errstate(divide="ignore", invalid="ignore"):  # chains that stand still have no effective size
+            error = spread[here] / np.sqrt(plain[here])
+        told = {"r_hat": r_hat[here].max(), "ess": bulk[here].min(), "mcse": error.max()}
+        found[name] |= {key: float(value) if np.isfinite(value) else None for key, value in told.items()}
         first = here.stop
     return found
 
@@ -74,7 +78,7 @@ class Posterior:
         """These arrays with chains one after the other: [chains * draws, ...]."""
         return jax.tree.map(lambda leaf: np.reshape(leaf, (-1, *np.shape(leaf)[2:])), tree)
 
-    def diagnostics(self) -> dict[str, dict[str, float]]:
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
         """See `diagnose`."""
         return diagnose(self.values, chains=self.successive)
 

@@ -103,6 +103,7 @@ def _any(name: str) -> BlackjaxTask:
         ({"sharding": {"data": 2}}, "TrainingLoop.sharding"),
         ({"precision": "bfloat16"}, "TrainingLoop.precision"),
         ({"on_nonfinite": "skip"}, "another chain"),
+        ({"resume": "weights_only"}, "chains have no weights"),
     ],
 )
 def test_refuses_settings_that_no_sampler_follows(settings: dict[str, Any], told: str) -> None:
