@@ -11,7 +11,15 @@ from pydantic import PlainValidator
 
 from nnx_jax.backends.base import Trained, check_backend, load_backend
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.checks import GRADIENT, TASK_FIRST, check_loss, check_operator, check_types, parts_of
+from nnx_jax.backends.checks import (
+    GRADIENT,
+    TASK_FIRST,
+    check_loss,
+    check_metrics,
+    check_operator,
+    check_types,
+    parts_of,
+)
 from nnx_jax.backends.described import described, identified
 from nnx_jax.backends.optimizers import DEFAULT, read_optimizer, settle_optimizer
 from nnx_jax.backends.parts import Part, check_writable, import_built_in, noted, split_callbacks
@@ -158,6 +166,7 @@ class TrainingLoop(StatefulOperator):
     def problems(self) -> Iterator[tuple[str, str]]:
         """One objective, parts that are what they stand for, one word on where and when commits are made."""
         yield from super().problems()
+        check_types({name: getattr(self, name) for name in type(self).model_fields})  # of a document, too
         yield from noted(lambda: check_backend(self.backend))
         yield from noted(lambda: read_optimizer(self.optimizer_config, self.accumulate))
         if self.loss is None and self.task is None:
@@ -168,6 +177,7 @@ class TrainingLoop(StatefulOperator):
             yield "model_op", f"is required by the backend '{self.backend}', which trains it"
         if self.loss is not None and self.backend in GRADIENT:
             yield from noted(lambda: check_loss(self.loss))
+        yield from noted(lambda: check_metrics(self.metrics))
         check_operator(self.backend, self.model_op)
         step_form = split_callbacks(self.callbacks)[1]
         log_every, writer = self.log_every_n_steps, self.metric_writer

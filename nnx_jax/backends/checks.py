@@ -45,17 +45,41 @@ def check_types(fields: Mapping[str, Any]) -> None:
     if sharding is not None and not isinstance(sharding, Mapping) and parts_of(sharding) is None:
         raise TypeError(f"TrainingLoop.sharding is {type(sharding).__name__}; give a ShardingSpec, or devices by axis")
     task, backend = fields.get("task"), fields.get("backend", "nnx")
-    if (
-        not (task is None or isinstance(task, str | Mapping))
-        and backend in GRADIENT
-        and not callable(getattr(task, "loss_fn", None))
-    ):
-        told = "a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
-        raise TypeError(f"TrainingLoop.task is {type(task).__name__}; {told}")
+    if not (task is None or isinstance(task, str | Mapping)) and backend in GRADIENT:
+        check_task(task)
+
+
+def check_task(task: Any) -> None:
+    """Check that a task has a `loss_fn`.
+
+    Raises:
+        TypeError: it is no TrainTask.
+    """
+    if not callable(getattr(task, "loss_fn", None)):
+        told = f"TrainingLoop.task is {type(task).__name__}; a TrainTask has loss_fn(model, batch, key)"
+        raise TypeError(f"{told} -> a scalar, or (scalar, metrics)")
+    evaluate = getattr(task, "eval_fn", None)
+    if evaluate is not None and not callable(evaluate):
+        told = f"TrainingLoop.task: {type(task).__name__}.eval_fn is {type(evaluate).__name__}"
+        raise TypeError(f"{told}; it is a function (model, batch, key) -> metrics, or None")
+
+
+def check_metrics(metrics: Any) -> None:
+    """Check that metrics are such.
+
+    Raises:
+        ConfigError: (a ValueError) an unknown one.
+    """
+    from nnx_jax.params.model import NNModelParams
+
+    try:
+        NNModelParams(metrics=metrics)
+    except ConfigError as error:
+        raise ConfigError(str(error.args[0]).replace("NNModelParams.metrics", "metrics"), path="metrics") from None
 
 
 def check_operator(backend: str, operator: Any) -> None:
-    """Check that a built-in backend can train an operator of this class.
+    """Check that a built-in backend can train an operator: one of its class, or any with a `module` of its library.
 
     Raises:
         TypeError: naming the class it trains.
@@ -64,7 +88,7 @@ def check_operator(backend: str, operator: Any) -> None:
     if operator is None or not module:
         return
     wanted = getattr(importlib.import_module(module), name)
-    if not isinstance(operator, wanted):
+    if not isinstance(operator, wanted) and getattr(operator, "module", None) is None:
         told = f"TrainingLoop.model_op is {type(operator).__name__}; the backend '{backend}' trains an {name}"
         raise TypeError(f"{told}: {name}(module)")
 

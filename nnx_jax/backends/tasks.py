@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_jax.core.errors import ConfigError
+from nnx_jax.fit.identity import describe_function
 from nnx_jax.objectives.objective import Objective, ObjectiveContext, ObjectiveResult
 from nnx_jax.objectives.terms import LossTerm
 
@@ -20,25 +21,12 @@ _EVALUATION = 0x0E7A1
 """Keeps the keys of validations apart from those of the training."""
 
 
-def check_task(task: Any) -> None:
-    """Check that a task has a `loss_fn`.
-
-    Raises:
-        TypeError: it is no TrainTask.
-    """
-    if not callable(getattr(task, "loss_fn", None)):
-        told = f"task is {type(task).__name__}; a TrainTask has loss_fn(model, batch, key) -> (scalar, metrics)"
-        raise TypeError(told)
-    evaluate = getattr(task, "eval_fn", None)
-    if evaluate is not None and not callable(evaluate):
-        raise TypeError(f"{type(task).__name__}.eval_fn is {type(evaluate).__name__}; it is a function, or None")
-
-
 def task_objective(task: Any) -> Objective:
     """The `loss_fn` of a task, called with (model, (x, y) or the batch's columns, key), as an objective.
 
     A scalar is the mean over the rows of its batch, so windows and devices weigh it by rows. Metrics are recorded as
-    means over microbatches. Where it returns LossTerm objects, their sums are added as they are.
+    means over microbatches. Where it returns LossTerm objects, their sums are added as they are. Its class, the text of
+    it and its attributes tell the run from others; attributes that begin with `_` are its own affair.
     """
 
     class TaskObjective(Objective):
@@ -50,7 +38,7 @@ def task_objective(task: Any) -> Objective:
             return ObjectiveResult(LossTerm("loss", one_number(loss, task) * rows, rows), metrics)
 
         def identity(self) -> Any:
-            return f"{type(task).__module__}.{type(task).__qualname__}"
+            return describe_function(task)
 
     TaskObjective.__name__ = type(task).__name__
     return TaskObjective()

@@ -77,7 +77,10 @@ def test_evaluations_come_at_their_cadence_and_once_at_the_end(told: Told) -> No
 
 
 def test_epochs_end_every_so_many_updates_and_nothing_else_depends_on_them(told: Told) -> None:
-    """Events at 4, 8, ...; the state's epoch counts them (pipekit:D4)."""
+    """Events at 4, 8, ...; the state's epoch counts them (pipekit:D4).
+
+    There are four batches of rows; they come again until the length is reached (pipekit:D10.2).
+    """
     assert told.of("a", "epoch") == [4, 8, 12, 16, 20, 24]
     assert told.state.epoch == 6
     assert told.of("a", "step") == list(range(1, 26))

@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_jax.core import codec
 from nnx_jax.core.function import FunctionOperator
-from nnx_jax.core.operator import Operator
+from nnx_jax.core.operator import Operator, Sequential
 from nnx_jax.data import ArrayDataset
 from nnx_jax.engines.operators import NNXModelOp
 from nnx_jax.hooks import EMAHook
@@ -125,6 +125,30 @@ def test_a_document_is_checked_to_its_last_part(line: str, error: type[Exception
     text += "" if line.startswith("loss") else "loss: mse\n"
     with pytest.raises(error, match=rf"(?s){told}"):
         TrainingLoop.from_yaml(text + line)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("dataset: loss.mse", r"TrainingLoop\.dataset is MSEParams; give a TrainingDataset"),
+        ("task: {kind: loss.mse}", r"TrainingLoop\.task is MSEParams; a TrainTask has loss_fn"),
+        ("metric_writer: {kind: dataset.scene_line}", r"TrainingLoop\.metric_writer is Line; a MetricWriter"),
+        ("model_op: loss.mse", r"TrainingLoop\.model_op is MSEParams; the backend 'nnx' trains an NNXModelOp"),
+    ],
+)
+def test_a_registered_class_in_the_wrong_place_is_refused(line: str, told: str) -> None:
+    """As from Python: by what it is and what should stand there (pipekit:F1, F14, F15)."""
+    document = loop().to_config() | codec.parse_yaml(line)
+    with pytest.raises(TypeError, match=told):
+        TrainingLoop.from_config(document)
+
+
+def test_a_sequence_of_loops_is_a_document_too() -> None:
+    """Two stages, of which the second takes a function of a module (pipekit:D11.2)."""
+    stages = loop(max_steps=3) | loop(max_steps=4, loss=FunctionOperator(function=halved))
+    again = Sequential.from_yaml(stages.to_yaml())
+    assert again == stages
+    assert [each.max_steps for each in again] == [3, 4]  # type: ignore[attr-defined]
 
 
 # -- what no file can hold ----------------------------------------------------------------------------------------

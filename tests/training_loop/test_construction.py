@@ -152,6 +152,8 @@ def test_a_loop_for_a_library_that_is_not_there_can_be_made(backend: str, monkey
     for package in LIBRARIES.values():
         monkeypatch.setitem(sys.modules, package, None)
     made = loop(backend=backend, **parts_for(backend))
+    if backend in ("lightning", "keras"):  # its parts are of registered classes
+        assert TrainingLoop.from_yaml(made.to_yaml()) == made
     assert made.get_config()["backend"] == backend
     assert made.replace(max_steps=7).identity() == made.identity()
     assert made.replace(seed=7).identity() != made.identity()
@@ -262,6 +264,18 @@ def test_an_error_names_the_part_that_is_responsible() -> None:
     assert "TrainingLoop.metric_writer" in refused(metric_writer=3)
     assert "TrainingLoop.loss" in refused(loss="mes")
     assert "batch_size" in refused(dataset=Line(rows=8))
+
+
+def test_metrics_are_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"TrainingLoop\.metrics.*mea"):
+        loop(metrics=("mea",))
+
+
+def test_the_function_of_an_evaluation_is_one() -> None:
+    task = Task()
+    task.eval_fn = 3  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="eval_fn is int"):
+        loop(loss=None, task=task)
 
 
 def test_every_problem_is_told_at_once() -> None:

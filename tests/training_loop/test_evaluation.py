@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from nnx_jax.data.dataset import InMemoryDataset
 from nnx_jax.engines.operators import NNXModelOp
 from nnx_jax.loop.step_builtin import EarlyStopping, ValidationStep
 from nnx_jax.objectives.operators import MSE
-from tests.training_loop.scenes import Line, Writer, loop, model, weights
+from tests.training_loop.scenes import Line, Writer, loop, weights
 
 
 class Slope(nnx.Module):
@@ -207,9 +206,3 @@ def test_a_function_of_predicted_and_target_is_a_loss() -> None:
     for name, value in weights(theirs).items():
         np.testing.assert_allclose(weights(mine)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     assert values[0].found[0]["val_loss"] == pytest.approx(values[1].found[0]["val_loss"], rel=1e-5)
-
-
-def test_no_warning_is_given_without_a_reason() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loop(model_op=model(seed=1), max_steps=2, val_dataset=Line(rows=10))(None, None)
