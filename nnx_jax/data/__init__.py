@@ -9,11 +9,12 @@ from nnx_jax.data.dataset import SPLITS, ColumnInfo, InMemoryDataset, TrainingDa
 from nnx_jax.data.deal import DealtLoader, dealt_loader, validation_shard
 from nnx_jax.data.digits import DigitsDataset
 from nnx_jax.data.dtypes import MASK
-from nnx_jax.data.iterable import GrainDataset, IterableDataset, SequenceDataset, StreamingDataset, adapt
+from nnx_jax.data.iterable import IterableDataset, StreamingDataset
 from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.mapped import MappedDataset
 from nnx_jax.data.pipeline import BatchFeed, BatchIterator, Feed, compare_descriptors
 from nnx_jax.data.simulation import SimulationDataset, sample_seed
+from nnx_jax.data.sources import GrainDataset, SequenceDataset, adapt
 from nnx_jax.data.splits import PartitionedDataset, SplitDataset, tenths
 from nnx_jax.data.stream import StreamDataset, StreamLoader, stream_feed
 from nnx_jax.data.text import TextBytesDataset
