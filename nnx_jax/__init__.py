@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StepError,
         UnsafePathError,
     )
-    from nnx_jax.core.operator import Operator
+    from nnx_jax.core.operator import Operator, Sequential
     from nnx_jax.core.registry import register
     from nnx_jax.data.arrays import ArrayDataset, NpzDataset
     from nnx_jax.data.csv import CsvDataset
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nnx_jax.data.digits import DigitsDataset
     from nnx_jax.data.text import TextBytesDataset
     from nnx_jax.engines.inference import PredictionValidationError, ProbabilitySpec
+    from nnx_jax.engines.operators import NNXModelOp
     from nnx_jax.engines.transforms import TransformAtEnd, register_transform
     from nnx_jax.engines.validation import EvalStepContext
     from nnx_jax.loop.builtin import EarlyStopping, LRMonitor, ModelCheckpoint
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from nnx_jax.spmd.rules import shardings_for
     from nnx_jax.step.own import TrainerStepContext, TrainStepContext, default_train_step, finalize_step
     from nnx_jax.trainer import Trainer
+    from nnx_jax.training_loop import TrainingLoop
 
 __version__ = "0.1.0"
 
@@ -137,6 +139,7 @@ __all__ = [
     "NNTrainerParams",
     "NNTrainParams",
     "NnxError",
+    "NNXModelOp",
     "NonFiniteError",
     "NpzDataset",
     "Objective",
@@ -155,6 +158,7 @@ __all__ = [
     "ResumeStatus",
     "RunExistsError",
     "RunSpec",
+    "Sequential",
     "shardings_for",
     "ShardingSpec",
     "StatefulComponent",
@@ -166,6 +170,7 @@ __all__ = [
     "Trainer",
     "TrainerStepContext",
     "TrainingDataset",
+    "TrainingLoop",
     "TrainStepContext",
     "TransformAtEnd",
     "TransformerLMParams",
@@ -233,6 +238,7 @@ _WHERE = {
     "NNTrainerParams": "params.trainer",
     "NNTrainParams": "params.train",
     "NnxError": "core.errors",
+    "NNXModelOp": "engines.operators",
     "NonFiniteError": "core.errors",
     "NpzDataset": "data.arrays",
     "Objective": "objectives.objective",
@@ -251,6 +257,7 @@ _WHERE = {
     "ResumeStatus": "runs.provenance",
     "RunExistsError": "core.errors",
     "RunSpec": "params.run",
+    "Sequential": "core.operator",
     "shardings_for": "spmd.rules",
     "ShardingSpec": "spmd.mesh",
     "StatefulComponent": "loop.components",
@@ -262,6 +269,7 @@ _WHERE = {
     "Trainer": "trainer",
     "TrainerStepContext": "step.own",
     "TrainingDataset": "data.dataset",
+    "TrainingLoop": "training_loop",
     "TrainStepContext": "step.own",
     "TransformAtEnd": "engines.transforms",
     "TransformerLMParams": "params.net",

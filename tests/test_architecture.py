@@ -21,8 +21,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nnx_jax"
 FLOORS = {
     "core": 1, "params": 2, "data": 3, "nets": 3, "objectives": 3, "optim": 3, "hooks": 3, "step": 4, "spmd": 4,
     "distributed": 7, "runs": 5, "loop": 6, "engines": 7, "fit": 8, "model": 9, "torch": 11, "trainer": 9,
-    "backends": 10, "training_loop": 11, "training": 9, "config": 9, "train": 10, "launch": 10, "plan": 10, "search": 12, "sweep": 12, "online": 12,
-    "decisions": 10, "report": 10, "decide": 11, "testing": 11,
+    "backends": 10, "training_loop": 11, "training": 9, "config": 9, "train": 10, "launch": 10, "plan": 10,
+    "decisions": 10, "report": 10, "decide": 11, "testing": 11, "search": 12, "sweep": 12, "online": 12, "ops": 13,
 }  # fmt: skip
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "tensorstore", "torch", "safetensors"}
 FRAMEWORK_FREE = {"core", "params", "data", "runs", "loop", "hooks"}

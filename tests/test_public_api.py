@@ -41,6 +41,28 @@ def test_table_all_and_type_checkers_agree() -> None:
     assert set(nnx_jax.__all__) == {*nnx_jax._WHERE, "__version__"}
 
 
+def test_names_of_the_step_based_side() -> None:
+    """`nnx_jax.ops` has each name in its table, for type checkers and in `__all__`; none needs an extra."""
+    import nnx_jax.ops as ops
+
+    tree = ast.parse(Path(ops.__file__).read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == ops._NAMES
+    assert sorted(ops.__all__) == sorted(typed)
+    for name in set(typed) - {"TorchModelOp"}:  # which is shown where torch is
+        assert getattr(ops, name).__name__ == name
+    assert {"TrainingLoop", "Sequential"} <= set(dir(ops))
+    with pytest.raises(AttributeError, match="'TrainingLop'"):
+        ops.TrainingLop  # noqa: B018
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nnx_jax' has no attribute 'NNMode'"):
         nnx_jax.NNMode  # noqa: B018
