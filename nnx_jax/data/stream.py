@@ -24,7 +24,7 @@ from nnx_jax.data.iterable import DataId, StreamingDataset, check_shapes, chunks
 from nnx_jax.data.loader import LoaderFeed
 
 BLOCK_ORDER = "philox4x64-argsort-blocks"
-_WORD = 2**64
+_SHUFFLE = 2**63  # in the key: a stream that no augmentation draws from, whose keys are batch numbers
 
 
 @register("stream")
@@ -176,8 +176,8 @@ class Passes:
         rows = _rows(block)
         self._loaded += rows
         if self._buffer:
-            key = [self._seed, (self._number << 32) + place]
-            order = np.argsort(np.random.Philox(key=[word % _WORD for word in key]).random_raw(rows), kind="stable")
+            key = [self._seed, _SHUFFLE + (self._number << 32) + place]
+            order = np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
             block = {name: column[order] for name, column in block.items()}
         self._block, self._size, self._at = block, rows, 0
         return True
