@@ -108,18 +108,18 @@ def test_fields_that_do_not_apply_are_named() -> None:
         warn_unused(loop_of(TASK, "numpyro-mcmc", max_steps=DRAWS * CHAINS), TASK)
 
 
-def test_one_task_under_both_names() -> None:
+def test_one_task_under_both_names(trained: Trained) -> None:
     """The backend's name alone chooses the engine (pipekit:K5) (pipekit:D13.1)."""
-    task = NumpyroTask(line, num_warmup=5, num_samples=3)
-    found = {}
-    for backend in ("numpyro-svi", "numpyro-mcmc"):
-        loop = loop_of(task, backend, max_steps=3)
-        found[backend] = fit(loop)
-    assert {name: each.info["final_step"] for name, each in found.items()} == {"numpyro-svi": 3, "numpyro-mcmc": 3}
-    assert all({"w", "b", "sigma"} == set(each.info["sites"]) for each in found.values())
-    assert all(each.operator(X[:2]).shape == (2,) for each in found.values())
-    assert (found["numpyro-mcmc"].operator.posterior["sigma"] > 0).all()
-    assert found["numpyro-mcmc"].info["r_hat"]["w"] is None  # three draws have no two halves
+    other = fit(loop_of(TASK, "numpyro-svi", max_steps=3))
+    assert (other.info["final_step"], trained.info["final_step"]) == (3, DRAWS * CHAINS)
+    assert set(other.info["sites"]) == set(trained.info["sites"]) == {"w", "b"}
+    assert type(other.operator) is type(trained.operator)
+    assert other.operator(X[:2]).shape == trained.operator(X[:2]).shape == (2,)
+
+
+def test_three_draws_have_no_two_halves() -> None:
+    few = Draws({"w": np.zeros((1, 3))}, np.zeros((1, 3), bool), np.ones((1, 3)), warmup=0)
+    assert (few.diagnostics()["r_hat"], few.diagnostics()["ess"]) == ({"w": None}, {"w": None})
 
 
 def test_the_state_goes_through_json(trained: Trained) -> None:
@@ -164,6 +164,7 @@ def test_what_cannot_be_sampled_is_refused() -> None:
         sample(NumpyroTask(known_line, predictive_site="height"), (X, Y))
 
 
+@pytest.mark.slow
 def test_deterministic_sites_are_no_part_of_the_posterior() -> None:
     """One value for every row of the training data says nothing of new rows; they can be predicted."""
 
