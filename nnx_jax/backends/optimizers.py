@@ -81,6 +81,9 @@ def read_optimizer(config: Any, accumulate: int = 1) -> tuple[NNOptimParams, Opt
     rate, schedule = _rate(given)
     fields: dict[str, Any] = {"kind": name, "max_lr": rate, "accumulate_grad_batches": accumulate}
     params = _built({**fields, **_OPTAX.get(name, {}), **_settings(name, given)})
+    if schedule is not None and any(group.max_lr is not None for group in params.param_groups):
+        told = "a group's max_lr says nothing beside a schedule; give lr_scale, a factor on the schedule's rate"
+        raise ConfigError(told, path=f"{PLACE}.param_groups")
     _check_options(params)
     return params, schedule, None
 

@@ -110,7 +110,7 @@ class StepCallbacks(own.Callback):
     evaluation with every `on_eval_end`, then the commit, then the end if somebody asked for it. Callbacks are called in
     their order, `on_train_end` in reverse. Metrics are "loss", the differentiated scalar, and every loss term by name.
 
-    A writer also gets "lr", the rate that the update used.
+    A writer also gets "lr", the rate that the update used, where the run knows it.
 
     The device is read after every single update only when some callback has `on_step_end`, or an `on_epoch_end` falls
     between two reads. Otherwise the values come with the reads that are made anyway.
@@ -127,6 +127,7 @@ class StepCallbacks(own.Callback):
         steps_per_epoch: updates between two `on_epoch_end`; None for none.
         read_every: the loop reads the device at multiples of this many updates at the latest (its own
             `log_every_n_steps`), or None when that is not known.
+        rates: the run knows its rates; it does not where a transformation of optax is given, which has its own.
         world: the processes of the run. One that does not write calls no writer, and no callback that says
             `distributed = "writer"`.
 
@@ -151,6 +152,7 @@ class StepCallbacks(own.Callback):
         *,
         steps_per_epoch: int | None = None,
         read_every: int | None = None,
+        rates: bool = True,
         world: World = ALONE,
     ) -> None:
         _check_cadences(log_every=log_every, steps_per_epoch=steps_per_epoch, read_every=read_every)
@@ -163,7 +165,7 @@ class StepCallbacks(own.Callback):
         self.log_every, self.steps_per_epoch = log_every, steps_per_epoch
         self.state = StepState(make_model, world.writes)
         self._begun: list[Any] = []
-        self._written, self._rate = -1, math.nan
+        self._written, self._rate, self._rates = -1, math.nan, rates
         self._stateful = _named([c for c in given if _is_stateful(c)])
         self.component_name = "step_callbacks" if self._stateful else None
         epochs = steps_per_epoch is not None and any(_has(c, "on_epoch_end") for c in given)
@@ -238,7 +240,8 @@ class StepCallbacks(own.Callback):
             _tell(callback, hook, self.loop, self.state, dict(metrics))  # a copy each: what one writes is its own
 
     def _write(self) -> None:
-        self.writer.write(self.state.step, {**self.state.metrics, "lr": self._rate})
+        rate = {"lr": self._rate} if self._rates else {}
+        self.writer.write(self.state.step, {**self.state.metrics, **rate})
         self._written = self.state.step
 
     # -- the end -----------------------------------------------------------------------------------------------

@@ -54,6 +54,14 @@ def test_a_configuration_is_copied() -> None:
         ({"name": "sgd", "lr": {"name": "cosine", "init_value": 1.0}}, r"schedule 'cosine' needs decay_steps"),
         ({"name": "sgd", "lr": {"name": "cosine", "init_value": 1.0, "decay": 3}}, r"no option 'decay'"),
         ({"name": "sgd", "lr": {"name": "cosine", "init_value": 1.0, "decay_steps": -3}}, r"schedule 'cosine'"),
+        (
+            {
+                "name": "sgd",
+                "lr": {"name": "linear", "init_value": 0.0, "end_value": 1.0, "transition_steps": 9},
+                "param_groups": [{"patterns": ["*.bias"], "max_lr": 0.1}],
+            },
+            r"param_groups.*lr_scale",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_when_the_loop_is_made(config: dict[str, Any], told: str) -> None:
@@ -128,9 +136,14 @@ KERNELS = lambda params: {name: "kernel" in name for name in params}  # noqa: E7
 )  # fmt: skip
 def test_the_numbers_are_those_of_optax(config: Any, transformation: optax.GradientTransformation) -> None:
     """Optax's defaults, a clipped gradient, a mask for the decay, and any transformation as it is (pipekit:F7)."""
-    found, expected = trained(config), by_optax(transformation)
+    writer = Writer()
+    found, expected = trained(config, metric_writer=writer), by_optax(transformation)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+    (record,) = [values for _, values in writer.records]
+    assert record.get("lr") == (
+        pytest.approx(0.1) if isinstance(config, dict) else None
+    )  # a transformation has its own
 
 
 @pytest.mark.slow
