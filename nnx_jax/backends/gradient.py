@@ -36,9 +36,12 @@ from nnx_jax.params.run import RunSpec
 from nnx_jax.params.train import CheckpointParams, MonitorSpec, NNTrainParams
 from nnx_jax.runs.resume import ResumePoint, find_point
 from nnx_jax.spmd.mesh import ShardingSpec
+from nnx_jax.step.state import COUNTERS
 
 STREAM_EPOCH = 2**16
 """Updates that are called an epoch of a stream; no number depends on it."""
+SHORT_EPOCH = 2**14
+"""Rows that an epoch has at least: many passes over few rows go to the device in one call."""
 POLICIES: Mapping[str, Literal["fail", "skip"]] = {"raise": "fail", "skip": "skip", "stop": "fail"}
 """`on_nonfinite` of a loop, and what the run does."""
 
@@ -123,6 +126,7 @@ class _Stage:
             self._shown,
             steps_per_epoch=loop.steps_per_epoch,
             read_every=loop.log_every_n_steps,
+            rates=self.optimizer is None,
         )
         self.callbacks = [self.last, *mine, self.steps]
 
@@ -175,7 +179,7 @@ class _Stage:
             data=self._data(),
             train=NNTrainParams(
                 max_steps=steps,
-                steps_per_epoch=None if loop.dataset.indexable else STREAM_EPOCH,
+                steps_per_epoch=self._epoch(),
                 seed=loop.seed,
                 optim=self.optim,
                 precision=loop.precision,
@@ -197,6 +201,13 @@ class _Stage:
             elastic=True,
             given=given_parts(loop.task, None, loop.task),
         )
+
+    def _epoch(self) -> int:
+        """Updates of an epoch of the run, about a pass over the rows and not a short one; nobody hears of its end."""
+        loop = self.loop
+        if not loop.dataset.indexable:
+            return STREAM_EPOCH
+        return max(1, max(SHORT_EPOCH, len(loop.dataset)) // (loop.batch_size * loop.accumulate))
 
     def _monitor(self) -> MonitorSpec | None:
         """What tells the best commit; None for the run's own rule.
@@ -307,6 +318,7 @@ class _Stage:
             **self.watch.facts(rows),
             **peak_memory(),
             "final_step": point.step,
+            "skipped_updates": int(left["counters"][COUNTERS.index("skipped")]),
             "final_metrics": {name: value if np.isfinite(value) else None for name, value in metrics.items()},
             "sharding": describe_sharding(loop.sharding),
             "stop_reason": reason,

@@ -19,20 +19,23 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
     """Train the operator's Flax NNX module as the loop says; see `TrainingLoop`.
 
     Raises:
-        TypeError: `model_op` is no NNXModelOp.
+        TypeError: `model_op` has no Flax NNX module.
     """
     return train(loop, state, RECIPE)
 
 
 def _take(op: Any, info: Mapping[str, Any]) -> nnx.Module:
-    if not isinstance(op, NNXModelOp):
+    if isinstance(op, NNXModelOp):
+        return nnx.clone(op.module) if op.weights else op.build(info)
+    if not isinstance(module := getattr(op, "module", None), nnx.Module):
         told = f"model_op is {type(op).__name__}; the backend 'nnx' trains an NNXModelOp(module)"
-        raise TypeError(told)
-    return nnx.clone(op.module) if op.weights else op.build(info)
+        raise TypeError(f"{told}, or any operator whose `module` is a flax.nnx.Module")
+    return nnx.clone(module)
 
 
-def _give(op: NNXModelOp, module: nnx.Module, input_shape: tuple[int, ...] | None) -> NNXModelOp:
-    return op.of(module, **({} if input_shape is None else {"input_shape": input_shape}))
+def _give(op: Any, module: nnx.Module, input_shape: tuple[int, ...] | None) -> NNXModelOp:
+    shape = {} if input_shape is None else {"input_shape": input_shape}
+    return op.of(module, **shape) if isinstance(op, NNXModelOp) else NNXModelOp(module, **shape)
 
 
 def _load(module: nnx.Module, arrays: Mapping[str, Any], source: str) -> None:

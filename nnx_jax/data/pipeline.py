@@ -65,6 +65,7 @@ class Feed:
         workers: processes that gather (spawned, as JAX threads do not survive a fork: a script needs its
             `if __name__ == "__main__"`, and each worker holds a copy of the dataset). 0 is faster for arrays in memory.
         augment: whether the dataset's `augment` is asked, where it has one.
+        n_batches: batches of an epoch, for `straddle`: epoch e begins at batch e * n_batches of the passes in a row.
 
     Every batch is a dict of the dataset's columns [B, ...] and `mask`, float32 [B]: 1 for a row of the data, 0 for
     padding. Padding rows are copies of row 0 of the dataset (real values, so that no net sees something outside its
@@ -85,6 +86,7 @@ class Feed:
         prefetch: int = 0,
         workers: int = 0,
         augment: bool = True,
+        n_batches: int | None = None,
     ) -> None:
         check(dataset, batch_size=batch_size, tail=tail)
         for name, number in {"seed": seed, "prefetch": prefetch, "workers": workers}.items():
@@ -92,6 +94,9 @@ class Feed:
                 raise DataError(f"{name} must be a whole number of 0 or more, found {number!r}")
         self.dataset, self.batch_size, self.tail = dataset, int(batch_size), tail
         self.shuffle, self.seed, self.prefetch, self.workers = shuffle, int(seed), prefetch, workers
+        if n_batches is not None and (tail != "straddle" or n_batches < 1):
+            raise DataError(f"n_batches must be 1 or more, with the tail straddle; found {n_batches} with {tail}")
+        self._n_batches = n_batches
         self.augments = augment and dataset.augments
 
     @classmethod
@@ -107,6 +112,8 @@ class Feed:
     @property
     def n_batches(self) -> int:
         """Batches an epoch."""
+        if self._n_batches is not None:
+            return self._n_batches
         full, rest = divmod(self.rows * self.passes, self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
@@ -126,9 +133,19 @@ class Feed:
         The device-resident path gathers rows `maximum(order, 0)` of `arrays()` with weight `order >= 0`: the batches of
         `batches(epoch)`, value for value.
         """
+        if self._n_batches is not None:
+            return batch_table(self._stretch(epoch * self._n_batches), self.batch_size, self.tail)
         first, passes = epoch * self.passes, self.passes
         found = [epoch_order(self.rows, self.seed, first + each, shuffle=self.shuffle) for each in range(passes)]
         return batch_table(found[0] if passes == 1 else np.concatenate(found), self.batch_size, self.tail)
+
+    def _stretch(self, batch: int) -> np.ndarray:
+        """The rows of an epoch that begins at a batch, counted over all passes."""
+        start, end = (place * self.batch_size for place in (batch, batch + self.n_batches))
+        first = start // self.rows
+        passes = range(first, -(-end // self.rows))
+        found = np.concatenate([epoch_order(self.rows, self.seed, each, shuffle=self.shuffle) for each in passes])
+        return found[start - first * self.rows : end - first * self.rows]
 
     def size(self, index: int) -> int:
         """Rows of batch `index` of an epoch, with the padding."""
@@ -171,7 +188,7 @@ class Feed:
             "seed": self.seed if self.shuffle else None,
             "order": GENERATOR if self.shuffle else "rows",
             "dataset": self.dataset.content_hash(),
-        }
+        } | ({} if self._n_batches is None else {"n_batches": self._n_batches})
 
 
 class EpochBatches:

@@ -30,7 +30,10 @@ def make_feeds(spec: RunSpec) -> dict[str, Feed | LoaderFeed]:
         order = {"tail": data.tail, "shuffle": data.shuffle, "seed": spec.data_seed}
         with _naming_split("train"):
             streams = not data.train.indexable
-            feeds["train"] = _stream(spec) if streams else Feed(data.train, batch_size=data.batch_size, **order)
+            length = None if streams or data.tail != "straddle" else _epoch(spec)
+            feeds["train"] = (
+                _stream(spec) if streams else Feed(data.train, batch_size=data.batch_size, n_batches=length, **order)
+            )
         for split in ("val", "test"):
             dataset = getattr(data, split)
             if dataset is not None:
@@ -57,10 +60,15 @@ def _stream(spec: RunSpec) -> LoaderFeed:
     if train.steps_per_epoch is None:
         told = "is not given, and a stream has no epochs of its own; say how many updates make one"
         raise ConfigError(told, path=f"{spec.block}.steps_per_epoch")
-    batches = train.steps_per_epoch * train.window
     return stream_feed(
-        data.train, batch_size=data.batch_size, n_batches=batches, seed=spec.data_seed, shuffle=data.shuffle
+        data.train, batch_size=data.batch_size, n_batches=_epoch(spec), seed=spec.data_seed, shuffle=data.shuffle
     )
+
+
+def _epoch(spec: RunSpec) -> int | None:
+    """Microbatches of an epoch whose length somebody says."""
+    updates = spec.training.steps_per_epoch
+    return None if updates is None else updates * spec.training.window
 
 
 def _stream_once(dataset: Any, batch_size: int) -> LoaderFeed:

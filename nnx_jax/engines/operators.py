@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -16,6 +16,7 @@ from nnx_jax.core.hashing import hash_arrays
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
 from nnx_jax.engines.blobs import read_blob, write_blob
+from nnx_jax.engines.function_module import FunctionModule
 from nnx_jax.engines.inference import weights_of
 from nnx_jax.engines.nnx_forward import PureModule
 from nnx_jax.nets import build_net
@@ -160,6 +161,11 @@ class NNXModelOp(ModelOp):
     def __new__(cls, /, *args: Any, **data: Any) -> NNXModelOp:
         """Allow the module by position, which other specifications do not."""
         return super().__new__(cls)
+
+    @classmethod
+    def from_function(cls, function: Callable[[Any, Any], Any], params: Mapping[str, Any], **data: Any) -> NNXModelOp:
+        """Return the operator of a pure function (params, x) -> outputs and its parameters; see `FunctionModule`."""
+        return cls(FunctionModule(function, params), **data)
 
     def __init__(self, module: Any = None, /, **data: Any) -> None:
         if module is not None and not isinstance(module, nnx.Module):
