@@ -205,12 +205,10 @@ class Once:
         return self.items("the iterator")
 
     def first(self, where: str) -> Any:
-        """Return the first item."""
-        if self._first is None:
-            self._first = list(itertools.islice(self._iterator, 1))
-        if not self._first:
+        """Return the first item, also after all were taken."""
+        if not (first := self._looked_at()):
             raise DataError(f"{where} gave no row")
-        return self._first[0]
+        return first[0]
 
     def items(self, where: str) -> Iterator[Any]:
         """Return all items, once.
@@ -224,7 +222,12 @@ class Once:
                 "function that returns a new one"
             )
         self._used = True
-        return itertools.chain(self._first or (), self._iterator)
+        return itertools.chain(self._looked_at(), self._iterator)
+
+    def _looked_at(self) -> list[Any]:
+        if self._first is None:
+            self._first = list(itertools.islice(self._iterator, 1))
+        return self._first
 
 
 def stack_rows(rows: Sequence[Mapping[str, Any]], numbers: Iterable[int], where: str) -> Columns:

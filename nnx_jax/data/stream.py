@@ -176,7 +176,7 @@ class Passes:
         rows = _rows(block)
         self._loaded += rows
         if self._buffer:
-            key = [self._seed, _SHUFFLE + (self._number << 32) + place]
+            key = np.array([self._seed, _SHUFFLE + (self._number << 32) + place], np.uint64)  # a list would be floats
             order = np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
             block = {name: column[order] for name, column in block.items()}
         self._block, self._size, self._at = block, rows, 0

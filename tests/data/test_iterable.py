@@ -57,6 +57,11 @@ def test_a_function_is_called_for_every_pass() -> None:
     with pytest.raises(DataError, match=r"'pairs': its source is an iterator, which was read before"):
         firsts(once)
     assert once == data
+    begun = IterableDataset(source=pairs(), data_id="pairs")
+    rest = iter(begun)
+    assert float(next(rest)[0][0]) == 0
+    assert begun.columns == data.columns  # nor does looking in the middle of the pass take a row from it
+    assert firsts(rest) == [1, 2, 3, 4, 5, 6]
     assert data.info == {"input_shape": (2,), "input_dim": 2, "target_shape": ()}
 
 
