@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from nnx_jax.backends.base import Trained
+from nnx_jax.backends.carried import WEIGHT_NAMES
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.facts import Stopwatch
+from nnx_jax.backends.facts import Stopwatch, about, peak_memory
 from nnx_jax.backends.gradient import Recipe, _Last, _Stage
 from nnx_jax.backends.parts import split_callbacks
 from nnx_jax.backends.stored import LoopMark, writing
@@ -281,10 +282,31 @@ class _Sampling(_Stage):
         return self.known
 
     def _trained(self, point: Any, operator: Any, reason: str | None, done: int) -> Trained:
-        found, engine = super()._trained(point, operator, reason, done), self.model.engine
-        posterior: Posterior = engine.posterior
+        posterior: Posterior = self.model.engine.posterior
+        metrics = dict(self.steps.state.metrics) | self.last.values
+        goes_on = self.before is not None and self.whole and self._same(self.before)
+        stages = 0 if self.before is None or goes_on else self.before.step
+        carried = self.before.step if self.before is not None and self.whole and not goes_on else 0
+        state = TrainerCarryState(
+            model=operator,
+            opt_state={name: np.asarray(array) for name, array in point.load_all().items()},
+            step=point.step + stages - carried,
+            epoch=0 if self.loop.steps_per_epoch is None else point.step // self.loop.steps_per_epoch,
+            metrics=metrics,
+            loop=self.loop.identity(),
+            host={**point.host, WEIGHT_NAMES: []},
+        )
         divergent = posterior.stats.get("is_divergent")
-        facts = {
+        info = {
+            **about("blackjax", self.recipe.packages),
+            **{name: value for name, value in self.watch.facts(0).items() if value is not None},
+            **peak_memory(),
+            "final_step": point.step,
+            "final_metrics": {name: value if np.isfinite(value) else None for name, value in metrics.items()},
+            "sharding": None,
+            "stop_reason": reason,
+            "seed": self.loop.seed,
+            "run_id": point.run_id if self.loop.directory is not None else None,
             "sampler": self.task.sampler,
             "num_chains": self.task.num_chains,
             "num_draws": int(np.shape(next(iter(posterior.values.values())))[1]),
@@ -296,5 +318,4 @@ class _Sampling(_Stage):
         if temperature < 1.0:
             told = f"the particles are of temperature {temperature:.3g}, not yet of the posterior (1); raise max_steps"
             warnings.warn(told, UserWarning, stacklevel=7)
-        info = {name: value for name, value in found.info.items() if name != "samples_per_second"}
-        return Trained(found.operator, found.state, info | facts)
+        return Trained(operator, state, info)

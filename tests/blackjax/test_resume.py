@@ -12,6 +12,7 @@ from nnx_jax.backends.base import Trained
 from nnx_jax.backends.blackjax import run
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.core.errors import NonFiniteError, ResumePointError
+from nnx_jax.engines.chains import BlackjaxPredictiveOp
 from nnx_jax.training_loop import TrainingLoop
 from tests.blackjax.toy import dataset, draw, engine_of, gaussian, normal_mean, positions
 
@@ -134,13 +135,20 @@ def test_a_broken_chain_is_an_error_or_an_end() -> None:
     assert 0 < stopped.info["num_draws"] == len(draws(stopped)) < 100
 
 
+def test_a_model_is_taken_and_ignored(whole: np.ndarray) -> None:
+    """A placeholder operator changes no draw; every other test here leaves it out. (pipekit:K2)"""
+    placeholder = BlackjaxPredictiveOp(None, {"w": np.zeros(1)})
+    trained = run(loop(gaussian(**HMC), 2, model_op=placeholder), None)
+    np.testing.assert_array_equal(draws(trained).reshape(2, 2, 2), whole[:, :2])
+
+
 def test_warns_of_settings_that_say_nothing_to_a_sampler() -> None:
-    """An optimizer does nothing here. (pipekit:K2)"""
     told = "'hmc' does not use optimizer_config, batch_size"
     with pytest.warns(UserWarning, match=told):
         run(loop(gaussian(**HMC), 2, optimizer_config={"name": "adam", "lr": 0.1}, batch_size=8), None)
 
 
+@pytest.mark.slow
 def test_an_unfinished_temperature_is_told() -> None:
     import jax
 

@@ -76,13 +76,13 @@ def test_records_measure_every_draw() -> None:
     records, failure = engine.read_records(state)
     assert failure is None
     assert np.concatenate([each.step for each in records]).tolist() == list(range(1, 31))
-    drawn = positions(engine, state)
+    drawn, divergent = positions(engine, state), engine.posterior.stats["is_divergent"]
     for each in records:
         for place in range(len(each)):
             loss, measured = engine.losses(each.sums["loss"][place].tolist())
             assert set(measured) == {"acceptance_rate", "is_divergent"}
             assert 0 <= measured["acceptance_rate"] <= 1
-            assert measured["is_divergent"] == 0
+            assert measured["is_divergent"] == divergent[each.batch[place]].mean()
             by_hand = -np.mean([float(wide({"m": chain})) for chain in drawn[:, each.batch[place]]])
             assert loss == pytest.approx(by_hand, rel=1e-5) == each.loss[place]
             gradient = (drawn[:, each.batch[place]] - [3.0, -1.0]) / [1.0, 4.0]
