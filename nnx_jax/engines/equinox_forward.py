@@ -234,7 +234,9 @@ class OpenedNet:
             return module(x, **named), None
         found = module(x, state, **named)
         if not isinstance(found, tuple) or len(found) != 2 or type(found[1]) is not type(state):
-            raise ModelError(f"{type(module).__name__} has state, so it returns (output, state), not {type(found).__name__}")
+            raise ModelError(
+                f"{type(module).__name__} has state, so it returns (output, state), not {type(found).__name__}"
+            )
         return found
 
 
