@@ -297,8 +297,9 @@ def build_loss(spec: Any) -> Loss:
     Raises:
         ConfigError: for an unknown kind.
     """
-    if callable(operator := getattr(spec, "as_loss", None)):
-        return operator()
+    as_operator: Any = getattr(spec, "as_loss", None)
+    if callable(as_operator):
+        return as_operator()
     return spec if isinstance(spec, Loss) else made_loss(spec, LOSSES, wrap_user_loss)
 
 
