@@ -1,4 +1,4 @@
-"""docs/decisions.md says what is so: its question loads, its options exist, its tables name what there is."""
+"""docs/typed-decisions.md says what is so: its question loads, its options exist, its tables name what there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nnx_jax import decisions
 from nnx_jax.decide import parser
 from nnx_jax.decisions import Question
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "decisions.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "typed-decisions.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```yaml question\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
