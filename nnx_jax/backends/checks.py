@@ -87,8 +87,11 @@ def check_operator(backend: str, operator: Any) -> None:
     module, name = TRAINS.get(backend, ("", ""))
     if operator is None or not module:
         return
-    wanted = getattr(importlib.import_module(module), name)
-    if not isinstance(operator, wanted) and getattr(operator, "module", None) is None:
+    if isinstance(operator, getattr(importlib.import_module(module), name)):
+        return
+    others = {other for _, other in TRAINS.values()}
+    of_another = any(each.__name__ in others for each in type(operator).__mro__)
+    if of_another or getattr(operator, "module", None) is None:
         told = f"TrainingLoop.model_op is {type(operator).__name__}; the backend '{backend}' trains an {name}"
         raise TypeError(f"{told}: {name}(module)")
 

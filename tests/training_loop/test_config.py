@@ -249,7 +249,7 @@ def test_loops_that_train_differently_have_different_identities() -> None:
     assert longer.identity() == loop().identity()
 
 
-def test_ten_epochs_are_ten_times_the_updates_of_one() -> None:
+def test_ten_epochs_are_ten_times_the_updates_of_one(tmp_path: Path) -> None:
     """NNModel's five epochs of four batches and TrainingLoop's twenty updates give the same bits (pipekit:G24).
 
     `max_steps = epochs * rows // batch_size` is what the class says of it (pipekit:D10.3).
@@ -260,6 +260,7 @@ def test_ten_epochs_are_ten_times_the_updates_of_one() -> None:
         NNTrainParams(n_epochs=5, seed=0, optim=NNOptimParams(kind="adam", max_lr=1e-2)),
         data=NNDataParams(train=Line(), batch_size=16),
         quiet=True,
+        runs_dir=tmp_path,
     )
     by_updates = weights(loop(max_steps=5 * 64 // 16, loss=MSE())(None, None)[0])
     found = by_epochs.framework.weights(by_epochs.net)
