@@ -15,15 +15,17 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flax import nnx
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.numpyro_svi import SVIFramework, batch_rows
+from nnx_jax.backends.numpyro_svi import SVIFramework, batch_rows, recipe_of
 from nnx_jax.core.errors import ConfigError, DataError, ModelError
 from nnx_jax.data.arrays import ArrayDataset
 from nnx_jax.engines.bayes import NumpyroTask
 from nnx_jax.engines.numpyro_svi import SVIEngine, Variational, VariationalPure, elbo_loss
+from nnx_jax.engines.operators import NNXModelOp
 from nnx_jax.engines.predictive import NumpyroPredictiveOp, SiteError
 from nnx_jax.hooks import EMAHook
 from nnx_jax.step import rng
@@ -224,6 +226,18 @@ def test_a_state_continues_bit_for_bit() -> None:
         np.testing.assert_array_equal(carried.operator.guide_arrays()[name], value)
 
 
+def test_an_operator_to_begin_with_is_not_needed() -> None:
+    """It may be left out; a placeholder changes nothing; a guide fitted before is gone on from (pipekit:K2)."""
+    task = NumpyroTask(known_line)
+    take = recipe_of(loop_of(task), task).take
+    fresh, beside = take(None, {}), take(NNXModelOp(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), {})
+    assert all(np.array_equal(beside.params[name], value) for name, value in fresh.params.items())
+    fitted = {name: value + 1.0 for name, value in fresh.params.items()}
+    fresh.put(fitted)
+    again = take(fresh.operator(), {})
+    assert all(np.array_equal(again.params[name], value) for name, value in fitted.items())
+
+
 @pytest.mark.slow
 def test_devices_hooks_and_single_operations_change_no_number() -> None:
     """Rows over two devices, a hook that averages, and operations one by one: the update of the plain run."""
@@ -247,9 +261,8 @@ for backend, steps in (("numpyro-svi", 5), ("numpyro-mcmc", 20)):
     op = fit(loop_of(task, backend, steps, precision="float64", dataset=data)).operator
     print(*sorted({str(value.dtype) for value in op.arrays().values()}), op(X.astype(np.float64)).dtype)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, "JAX_ENABLE_X64": "1"}
-    )  # fmt: skip
+    wide = {**os.environ, "JAX_ENABLE_X64": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=wide)
     assert done.stdout.splitlines() == ["float64 float64"] * 2, done.stderr
 
 
