@@ -297,9 +297,8 @@ def build_loss(spec: Any) -> Loss:
     Raises:
         ConfigError: for an unknown kind.
     """
-    as_operator: Any = getattr(spec, "as_loss", None)
-    if callable(as_operator):
-        return as_operator()
+    if hasattr(spec, "as_loss"):
+        return spec.as_loss()
     return spec if isinstance(spec, Loss) else made_loss(spec, LOSSES, wrap_user_loss)
 
 

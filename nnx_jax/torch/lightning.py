@@ -99,8 +99,9 @@ def loss_of(loop: Any) -> Any:
     def value(outputs: Any, y: Any) -> torch.Tensor:
         rows = {"y": y, "mask": torch.ones(len(y))}
         found = built(outputs, rows)
-        parts: list[Any] = [t.scaled * t.weight / (1.0 if t.denominator is None else t.denominator) for t in found]
-        return sum(parts[1:], start=parts[0])
+        parts = [t.scaled * t.weight / (1.0 if t.denominator is None else t.denominator) for t in found]
+        total: Any = sum(parts[1:], start=parts[0])
+        return total
 
     return value
 
