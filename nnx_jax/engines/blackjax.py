@@ -7,7 +7,6 @@ on how the loop cuts them. The key of draw i is `fold_in(run key, i)`; nothing d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_jax.core.errors import ModelError, NonFiniteError, ResumePointError
+from nnx_jax.engines.blackjax_batches import Minibatches
+from nnx_jax.engines.blackjax_draws import ChainState, Drawn, Pending, cut_from, joined, length
 from nnx_jax.engines.blackjax_samplers import Sampler
 from nnx_jax.engines.blackjax_task import named_leaves
 from nnx_jax.engines.chains import Posterior
@@ -32,51 +33,6 @@ _START, _WARMUP, _DRAWS, _ENSEMBLE = range(4)
 """What a key is for, folded into the run key first."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass
-class Drawn:
-    """Draws on the host: positions by name [n, chains, ...] and what was measured of each, [n, chains]."""
-
-    positions: dict[str, np.ndarray]
-    stats: dict[str, np.ndarray]
-    grad_norm: np.ndarray
-
-
-@dataclass
-class Pending:
-    """A block on its way from the device: its first draw, how many were asked for, and how many there are."""
-
-    first: int
-    count: int
-    done: Any
-    moves: Any
-
-
-@dataclass
-class ChainState:
-    """Where the chains stand, and every draw so far.
-
-    Attributes:
-        kernel: the sampler's state, device arrays; None before the warmup.
-        params: what the warmup found.
-        drawn: draws handed to the device so far.
-        blocks: draws on the host, oldest first.
-        read: draws of them that were read as records.
-        pending: the last block handed to the device.
-        alive: device bool, every draw so far was finite.
-        failure: of a draw that was not, until it is read.
-    """
-
-    kernel: Any = None
-    params: Any = None
-    drawn: int = 0
-    blocks: list[Drawn] = field(default_factory=list)
-    read: int = 0
-    pending: Pending | None = None
-    alive: Any = True
-    failure: Exception | None = None
-
-
 class BlackjaxEngine:
     """The chains of one sampler.
 
@@ -84,7 +40,7 @@ class BlackjaxEngine:
         spec: the run's configuration; seed and dispatch are taken from it.
         sampler: what moves the chains.
         n_batches: draws of one epoch.
-        feed: minibatches, for a sampler that takes them; else None.
+        batches: for a sampler that takes minibatches; else None.
         description: digest of what is sampled, compared on resume.
 
     Raises:
@@ -100,10 +56,15 @@ class BlackjaxEngine:
     eval_step = None
 
     def __init__(
-        self, spec: RunSpec, sampler: Sampler, n_batches: int, feed: Any = None, description: str = ""
+        self,
+        spec: RunSpec,
+        sampler: Sampler,
+        n_batches: int,
+        batches: Minibatches | None = None,
+        description: str = "",
     ) -> None:
+        self.spec, self.sampler, self.n_batches, self.batches = spec, sampler, n_batches, batches
         self.description = description
-        self.spec, self.sampler, self.n_batches, self.feed = spec, sampler, n_batches, feed
         self.task, self.target = sampler.task, sampler.target
         self.metric_names, self.score_names = sampler.metrics, ()
         self.feeds: dict[str, Any] = {}
@@ -111,7 +72,6 @@ class BlackjaxEngine:
         self.key = jax.random.key(spec.training.seed)
         self.posterior = Posterior({})
         """Every draw, as of the last `trained`."""
-        self._batches: tuple[int, int, Any] | None = None
 
     # -- the protocol: running ---------------------------------------------------------------------------------
 
@@ -134,8 +94,7 @@ class BlackjaxEngine:
         done = 0
         while done < span.n_batches:
             count = min(most, span.n_batches - done)
-            batches = self._stacked(span.epoch, span.first_batch + done, count)
-            self._draw(state, count, batches)
+            self._draw(state, count)
             done += count
             if poll(done):
                 break
@@ -157,32 +116,33 @@ class BlackjaxEngine:
                 f"(got {np.asarray(values)[bad[0]]}); give another init_position or init_fn"
             )
         state.kernel, state.params = kernel, params
-        if self.feed is not None and self.sampler.warmup:
+        if self.batches is not None and self.sampler.warmup:
             state.kernel = self._burned(state)
 
     def _burned(self, state: ChainState) -> Any:
         """The kernel state after the warmup of a minibatch sampler: steps like any other, thrown away."""
-        kernel, alive, done, per_epoch = state.kernel, True, 0, self.n_batches
+        kernel, alive, done = state.kernel, True, 0
         key = jax.random.fold_in(self.key, _WARMUP)
         while done < self.sampler.warmup:
-            epoch, first = divmod(done, per_epoch)
-            count = min(self.block, self.sampler.warmup - done, per_epoch - first)
-            batches = self._stacked(epoch, first, count)
-            kernel, alive, made, _ = self._block(
-                kernel, state.params, key, done, count, alive, self.target.data, batches
-            )
+            count = min(self.block, self.sampler.warmup - done)
+            kernel, alive, made, _ = self._call(kernel, state.params, key, done, count, alive)
             if int(made) < count:
                 raise self._not_finite(f"warmup step {done + int(made)}")
             done += count
-        self._batches = None
         return kernel
 
-    def _draw(self, state: ChainState, count: int, batches: Any) -> None:
+    def _call(self, kernel: Any, params: Any, key: Any, first: int, count: int, alive: Any) -> Any:
+        """One call of the device for draws `first .. first + count - 1`; see `_block`."""
+        held, rows = (
+            (None, None) if self.batches is None else (self.batches.held, self.batches.block(first, count, self.block))
+        )
+        return self._block(kernel, params, key, first, count, alive, self.target.data, held, rows)
+
+    def _draw(self, state: ChainState, count: int) -> None:
         """Hand one block to the device, then fetch the one before, so that the device never waits."""
-        key = jax.random.fold_in(self.key, _DRAWS)
-        before = state.pending
-        state.kernel, state.alive, done, moves = self._block(
-            state.kernel, state.params, key, state.drawn, count, state.alive, self.target.data, batches
+        key, before = jax.random.fold_in(self.key, _DRAWS), state.pending
+        state.kernel, state.alive, done, moves = self._call(
+            state.kernel, state.params, key, state.drawn, count, state.alive
         )
         state.pending = Pending(state.drawn, count, done, moves)
         state.drawn += count
@@ -214,7 +174,7 @@ class BlackjaxEngine:
         if pending is not None:
             self._fetch(state, pending)
         if state.failure is not None:
-            state.drawn, state.alive = _length(state.blocks), True
+            state.drawn, state.alive = length(state.blocks), True
 
     # -- the protocol: records ---------------------------------------------------------------------------------
 
@@ -222,11 +182,11 @@ class BlackjaxEngine:
         """Records since the last call, one a draw; with the error where a draw was not finite."""
         self._settle(state)
         records, first = [], 0
-        rate = float(self.sampler.rate(state.params)) if state.read < _length(state.blocks) else 0.0
+        rate = float(self.sampler.rate(state.params)) if state.read < length(state.blocks) else 0.0
         for block in state.blocks:
             end = first + len(block.grad_norm)
             if end > state.read:
-                records.append(self._records(_cut(block, max(state.read - first, 0)), max(first, state.read), rate))
+                records.append(self._records(cut_from(block, max(state.read - first, 0)), max(first, state.read), rate))
             first = end
         state.read = first
         failure, state.failure = state.failure, None
@@ -289,7 +249,7 @@ class BlackjaxEngine:
         if not state.blocks:
             return {}
         if len(state.blocks) > 1:
-            state.blocks = [_joined(state.blocks)]
+            state.blocks = [joined(state.blocks)]
         whole = state.blocks[0]
         held = {f"draws/{name}": array for name, array in whole.positions.items()}
         held |= {f"stats/{name}": array for name, array in whole.stats.items()}
@@ -310,7 +270,7 @@ class BlackjaxEngine:
                 "step_size": self.sampler.step_size,
             },
             "precision": self.spec.precision,
-            "data": None if self.feed is None else self.feed.descriptor(),
+            "data": None if self.batches is None else self.batches.feed.descriptor(),
         }
 
     def abstract(self, state: ChainState, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -349,7 +309,7 @@ class BlackjaxEngine:
         if stats:
             draws = {n.removeprefix("draws/"): np.asarray(a) for n, a in arrays.items() if n.startswith("draws/")}
             found.blocks = [Drawn(draws, stats, stats.pop("grad_norm"))]
-        found.drawn = found.read = _length(found.blocks)
+        found.drawn = found.read = length(found.blocks)
         return found
 
     # -- the protocol: the result ------------------------------------------------------------------------------
@@ -362,7 +322,7 @@ class BlackjaxEngine:
         self.posterior = Posterior(
             {name: np.asarray(array) for name, array in values.items()},
             positions,
-            _joined(state.blocks).stats if state.blocks else {},
+            joined(state.blocks).stats if state.blocks else {},
             {} if state.kernel is None else sampler.facts(state.kernel, state.params),
             not sampler.particles,
         )
@@ -430,7 +390,7 @@ class BlackjaxEngine:
         def started(positions: Any, data: Any) -> Any:
             kernel, params = self.sampler.start(key, positions, data)
             values = jnp.zeros(self.sampler.width)
-            if self.feed is None:
+            if self.batches is None:
                 values = jax.vmap(lambda position: self.target.logdensity(position, data))(positions)
             return jax.tree.map(_strong, (values, kernel, params))
 
@@ -445,70 +405,50 @@ class BlackjaxEngine:
     def _move(self) -> Any:
         """One step of all chains as shapes."""
         _, kernel, params = self._shapes
-        batch = None
-        if self.feed is not None:
-            batch = {n: jax.ShapeDtypeStruct(c.shape, c.dtype) for n, c in self.feed.signature().items()}
+        batch = None if self.batches is None else self.batches.shapes
         step = lambda k, p, b: self.sampler.step(self.key, k, p, self.target.data, b)[1]  # noqa: E731
         return jax.eval_shape(step, kernel, params, batch)
 
     @cached_property
     def block(self) -> int:
         """Most draws of one call: as many as fit the memory set aside, with their minibatches."""
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._move)]
-        if self.feed is not None:
-            sizes += [int(np.prod(c.shape)) * c.dtype.itemsize for c in self.feed.signature().values()]
+        shapes = (self._move, None if self.batches is None else self.batches.shapes)
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)]
         return max(1, min(BLOCK, BLOCK_BYTES // max(sum(sizes), 1)))
 
     @cached_property
     def _block(self) -> Any:
-        """(kernel, params, key, first, count, alive, data, batches) -> (kernel, alive, draws made, moves [block, ...]).
+        """(kernel, params, key, first, count, alive, data, held, rows) -> (kernel, alive, draws made, moves).
+
+        Moves are [block, ...]; `held` and `rows` say what the minibatches are, see `Minibatches`.
 
         One program for every count, so that a draw has the same bits however the loop cuts them into calls.
         """
-        size, sampler, like = self.block, self.sampler, self._move
+        size, sampler, like, batches = self.block, self.sampler, self._move, self.batches
 
-        def block(kernel: Any, params: Any, key: Any, first: Any, count: Any, alive: Any, data: Any, batches: Any):
-            held = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), like)
+        def block(
+            kernel: Any, params: Any, key: Any, first: Any, count: Any, alive: Any, data: Any, held: Any, rows: Any
+        ):
+            made = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), like)
 
             def going(carry: Any) -> Any:
                 place, _, alive, _ = carry
                 return (place < count) & alive
 
             def draw(carry: Any) -> Any:
-                place, kernel, _, held = carry
-                batch = jax.tree.map(lambda column: column[place], batches)
+                place, kernel, _, made = carry
+                batch = None if batches is None else batches.pick(held, rows, place)
                 moved, move = sampler.step(jax.random.fold_in(key, first + place), kernel, params, data, batch)
                 fine = _finite(move.position)
                 kernel = jax.tree.map(lambda new, old: jnp.where(fine, new, old), moved, kernel)
-                held = jax.tree.map(lambda rows, row: rows.at[place].set(row), held, move)
-                return place + fine, kernel, fine, held
+                made = jax.tree.map(lambda column, one: column.at[place].set(one), made, move)
+                return place + fine, kernel, fine, made
 
-            carry = (jnp.zeros((), jnp.int32), kernel, jnp.asarray(alive), held)
-            place, kernel, alive, held = jax.lax.while_loop(going, draw, carry)
-            return jax.tree.map(_strong, kernel), alive, place, held
+            carry = (jnp.zeros((), jnp.int32), kernel, jnp.asarray(alive), made)
+            place, kernel, alive, made = jax.lax.while_loop(going, draw, carry)
+            return jax.tree.map(_strong, kernel), alive, place, made
 
         return jax.jit(block)
-
-    def _stacked(self, epoch: int, first: int, count: int) -> Any:
-        """Minibatches of the next draws, columns [block, rows, ...]; None where none are taken."""
-        if self.feed is None:
-            return None
-        if self._batches is None or self._batches[:2] != (epoch, first):
-            self._batches = (epoch, first, self.feed.batches(epoch, first))
-        iterator = self._batches[2]
-        batches = [next(iterator) for _ in range(count)]
-        self._batches = (epoch, first + count, iterator)
-        if not self.target.weighs_rows and any((batch["mask"] != 1).any() for batch in batches):
-            raise ModelError(
-                "a batch has rows of weight 0, which the estimate of this log density cannot leave out; give batches "
-                "of equal size"
-            )
-        found = {}
-        for name in batches[0]:
-            column = np.stack([batch[name] for batch in batches])
-            found[name] = np.zeros((self.block, *column.shape[1:]), column.dtype)
-            found[name][:count] = column
-        return found
 
 
 def _finite(tree: Any) -> Any:
@@ -519,23 +459,6 @@ def _strong(leaf: Any) -> Any:
     """An array whose dtype is its own, as a stored one's is: a weak one would be another program's input."""
     leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, leaf.dtype)
-
-
-def _length(blocks: Sequence[Drawn]) -> int:
-    return sum(len(block.grad_norm) for block in blocks)
-
-
-def _joined(blocks: Sequence[Drawn]) -> Drawn:
-    if len(blocks) == 1:
-        return blocks[0]
-    positions = {n: np.concatenate([b.positions[n] for b in blocks]) for n in blocks[0].positions}
-    stats = {n: np.concatenate([b.stats[n] for b in blocks]) for n in blocks[0].stats}
-    return Drawn(positions, stats, np.concatenate([b.grad_norm for b in blocks]))
-
-
-def _cut(block: Drawn, first: int) -> Drawn:
-    """The draws from number `first` on."""
-    return jax.tree.map(lambda array: array[first:], block)
 
 
 def _flat(prefix: str, tree: Any) -> dict[str, Any]:
