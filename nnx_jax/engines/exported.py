@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.core import eval_jaxpr
 from pydantic import PrivateAttr
 
 from nnx_jax.core import codec, fsio
@@ -171,7 +172,7 @@ def _traced(op: Operator, rows: Any, platforms: Sequence[str] | None) -> tuple[A
     weights = list(closed.consts)
 
     def program(held: list[Any], x: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(closed.jaxpr, held, x)
+        return eval_jaxpr(closed.jaxpr, held, x)
 
     like = [jax.ShapeDtypeStruct(np.shape(array), array.dtype) for array in weights]
     made = export.export(jax.jit(program), platforms=platforms)(like, rows)

@@ -20,6 +20,7 @@ from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
 from nnx_jax.data.arrays import ArrayDataset
 from nnx_jax.data.iterable import IterableDataset
+from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.flax import FlaxEngine
 from nnx_jax.engines.operators import NNXModelOp
 from nnx_jax.hooks.finetune import TrainableParameterHook
@@ -96,6 +97,19 @@ def test_batches_straddle_passes(ten_in_fours: list[list[int]]) -> None:
     assert [len(batch) for batch in ten_in_fours] == [4] * 5
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
     assert order[:10] != order[10:]
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_an_epoch_of_any_length_is_a_stretch_of_the_passes(length: int) -> None:
+    """However the passes are cut into epochs, the batches in a row are the same (pipekit:G7)."""
+    given: dict[str, Any] = {"batch_size": 4, "tail": "straddle", "seed": 3}
+    whole = np.concatenate([Feed(Line(rows=10), **given).order(epoch) for epoch in range(5)])
+    cut = Feed(Line(rows=10), **given, n_batches=length)
+    found = np.concatenate([cut.order(epoch) for epoch in range(3)])
+    assert cut.n_batches == length
+    assert np.array_equal(found, whole[: 3 * length])
+    with pytest.raises(DataError, match="straddle"):
+        Feed(Line(rows=10), batch_size=4, n_batches=length)
 
 
 def test_the_seed_is_the_order(ten_in_fours: list[list[int]]) -> None:
