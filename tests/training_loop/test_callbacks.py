@@ -86,6 +86,15 @@ def test_epochs_end_every_so_many_updates_and_nothing_else_depends_on_them(told:
     assert told.of("a", "step") == list(range(1, 26))
 
 
+@pytest.mark.parametrize(("every", "length", "events"), [(1, 3, [1, 2, 3]), (None, 3, []), (4, 10, [4, 8])])
+def test_an_epoch_is_a_number_of_updates(every: int | None, length: int, events: list[int]) -> None:
+    """And none where no number is given (pipekit:D4)."""
+    diary = Diary()
+    state = loop(max_steps=length, steps_per_epoch=every, callbacks=[diary])(None, None)[1]
+    assert [step for _, what, step in diary.log if what == "epoch"] == events
+    assert state.epoch == len(events)
+
+
 def test_what_happens_at_one_update_has_one_order(told: Told) -> None:
     """Writer, on_step_end, on_epoch_end, on_eval_end (pipekit:D5)."""
     at_20 = [(who, what) for who, what, step in told.log if step == 20]
@@ -218,9 +227,9 @@ class Failing(Diary):
 
 
 def test_after_a_failure_everything_that_began_is_ended() -> None:
-    """An error at update 7: all callbacks end, the tracker is told "failed", the writer is closed (pipekit:D20, E6).
+    """An error at update 7: all callbacks end, the tracker is told "failed", the writer is closed.
 
-    The error itself reaches the caller, unchanged.
+    The error itself reaches the caller, unchanged (pipekit:D20, pipekit:E6).
     """
     log: list[Any] = []
     tracker, writer = Tracker(), Writer()
@@ -292,7 +301,7 @@ def test_a_tracker_that_cannot_log_is_refused_before_any_training() -> None:
 
 
 def test_a_callback_may_have_one_hook_alone() -> None:
-    """The Protocol cannot be asked with isinstance, since every part of it is optional (pipekit:D1)."""
+    """The Protocol cannot be asked with isinstance, since every part of it is optional (pipekit:D1, pipekit:D9.3)."""
     from nnx_jax.loop.step_callbacks import Callback
 
     class Only:

@@ -137,7 +137,7 @@ def test_a_document_is_checked_to_its_last_part(line: str, error: type[Exception
     ],
 )
 def test_a_registered_class_in_the_wrong_place_is_refused(line: str, told: str) -> None:
-    """As from Python: by what it is and what should stand there (pipekit:F1, F14, F15)."""
+    """As from Python: by what it is and what should stand there (pipekit:F1, pipekit:F14, pipekit:F15)."""
     document = loop().to_config() | codec.parse_yaml(line)
     with pytest.raises(TypeError, match=told):
         TrainingLoop.from_config(document)

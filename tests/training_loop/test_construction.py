@@ -65,7 +65,7 @@ def test_parts_of_another_class_are_refused(field: str, value: Any, expected: st
     ],
 )  # fmt: skip
 def test_lengths_and_cadences_are_whole_numbers_from_one(field: str, value: Any) -> None:
-    """Never truncated, never a division by zero in the middle of a run (pipekit:F1, F3)."""
+    """Never truncated, never a division by zero in the middle of a run (pipekit:F1, pipekit:F3)."""
     with pytest.raises(ValueError, match=rf"TrainingLoop\.{field}"):
         loop(**{field: value})
 

@@ -138,10 +138,10 @@ def modes() -> NNXModelOp:
 
 
 def test_evaluations_leave_no_trace(modes: NNXModelOp) -> None:
-    """With dropout and batch norm: a run with evaluations ends in the very state of one without (pipekit:E9, E11).
+    """With dropout and batch norm: a run with evaluations ends in the very state of one without.
 
     Weights, statistics, moments and the random state, bit by bit. The values are those of evaluation mode: asked
-    twice, the trained operator gives them again.
+    twice, the trained operator gives them again (pipekit:E9, pipekit:E11).
     """
     values = Values()
     fields = {"model_op": modes, "max_steps": 6}
