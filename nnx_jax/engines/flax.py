@@ -120,9 +120,7 @@ class FlaxEngine(SeenByHooks):
         self._check_tail()
         hooks = fit_sharding(hooks, self.pure, module)
         moving = {name: value for name, value in self.pure.params.items() if name not in still}
-        self.optimizer = self._optimizer(moving)
-        if still:
-            self.optimizer = hold(self.optimizer, still)
+        self.optimizer = hold(self._optimizer(moving), still) if still else self._optimizer(moving)
         self.work = self._work(objective, train_step, scores=eval_step is None)
         self.shards, scoring, hooks = make_shards(spec, hooks, self.pure, self.work, self.feed)
         self.hooks = settle(hooks, self.pure, self.work, self.feed, spec)
