@@ -44,7 +44,9 @@ def export_operator(
     Raises:
         ModelError: (a ValueError) the operator cannot be traced, or its outputs are no arrays.
         DataError: (a ValueError) an example without a row axis.
+        ImportError: flatbuffers, which programs are written with, is not installed; it names the extra.
     """
+    _check_extra()
     rows = example if hasattr(example, "dtype") else np.asarray(example)
     if rows.ndim == 0:
         raise DataError("the example is one number; give a batch x [N, ...]")
@@ -77,7 +79,9 @@ def load_exported(source: bytes | str | Path) -> ExportedOp:
     Raises:
         FileNotFoundError: there is no such file.
         ModelError: (a ValueError) it is no exported operator, is damaged, or was made for another platform.
+        ImportError: flatbuffers is not installed; it names the extra.
     """
+    _check_extra()
     if isinstance(source, str | Path):
         blob = fsio.read_bytes(Path(source), _LIMIT, follow=True)
         return _opened(blob, str(source))
@@ -143,6 +147,13 @@ class ExportedOp(Operator):
         if found.weights != self.weights:
             raise ModelError(f"this is the file {found.weights[:12]}..., the operator's is {self.weights[:12]}...")
         return found
+
+
+def _check_extra() -> None:
+    try:
+        import flatbuffers  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("exported operators need flatbuffers: pip install 'nnx_jax[export]'") from error
 
 
 # -- making ------------------------------------------------------------------------------------------------------

@@ -208,3 +208,11 @@ def test_another_platform_is_refused() -> None:
         load_exported(made)
     both = export_operator(NNXModelOp(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), X, platforms=("cpu", "cuda"))
     assert load_exported(both).signature["platforms"] == ("cpu", "cuda")
+
+
+def test_without_the_extra_its_name_is_told(op: NNXModelOp, blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module imports; its first use says what to install."""
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    for use in (lambda: export_operator(op, X), lambda: load_exported(blob)):
+        with pytest.raises(ImportError, match=r"nnx_jax\[export\]"):
+            use()

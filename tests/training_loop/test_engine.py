@@ -247,6 +247,7 @@ def test_keys_depend_on_the_update_alone() -> None:
     assert not same(plain, loop(model_op=own(dropout=0.4), seed=1, **given)(None, None)[0])
 
 
+@pytest.mark.slow
 def test_debug_runs_operation_by_operation() -> None:
     """Nothing is compiled: each update runs the loss in Python anew, to the same numbers (pipekit:G29)."""
     without_jit: list[bool] = []
