@@ -17,6 +17,7 @@ from nnx_jax.core.errors import ConfigError, DataError, ModelError
 from nnx_jax.data.arrays import ArrayDataset
 from nnx_jax.engines.bayes import NumpyroTask
 from nnx_jax.engines.numpyro_mcmc import Draws, sample
+from nnx_jax.loop.writers import CSVWriter
 from tests.numpyro.posteriors import DATA, TRUE, X, Y, exact_line, fit, known_line, line, loop_of
 
 DRAWS, CHAINS = 250, 2
@@ -102,6 +103,8 @@ def test_fields_that_do_not_apply_are_named() -> None:
     fields = {"optimizer_config": {"name": "adam", "lr": 0.1}, "eval_every_n_steps": 7, "sharding": {"data": 1}}
     with pytest.warns(UserWarning, match="max_steps, optimizer_config, eval_every_n_steps, sharding do not apply"):
         warn_unused(loop_of(TASK, "numpyro-mcmc", max_steps=7, **fields), TASK)
+    with pytest.warns(UserWarning, match="which loss, metric_writer do not apply"):
+        warn_unused(loop_of(TASK, "numpyro-mcmc", max_steps=DRAWS, loss="mse", metric_writer=CSVWriter("x.csv")), TASK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_unused(loop_of(TASK, "numpyro-mcmc", max_steps=DRAWS), TASK)
