@@ -21,8 +21,8 @@ from nnx_jax.loop.step_callbacks import StepCallbacks
 
 UNUSED = (
     "loss", "optimizer_config", "batch_size", "accumulate", "steps_per_epoch", "eval_every_n_steps",
-    "log_every_n_steps", "checkpoint_every_n_steps", "max_checkpoints_to_keep", "checkpoint_dir", "metric_writer", "val_dataset",
-    "metrics", "hooks", "on_nonfinite", "resume", "debug", "sharding", "distributed",
+    "log_every_n_steps", "checkpoint_every_n_steps", "max_checkpoints_to_keep", "checkpoint_dir", "metric_writer",
+    "val_dataset", "metrics", "hooks", "on_nonfinite", "resume", "debug", "sharding", "distributed",
 )  # fmt: skip
 """Fields of a loop that mean nothing to one blocking run over all rows."""
 
