@@ -194,11 +194,16 @@ def test_sgld_recovers_slope_and_intercept() -> None:
         assert 0.9 < draws.std() / covariance[place, place] ** 0.5 < 3
 
 
-def test_a_raw_log_density_under_a_loop() -> None:
+@pytest.mark.parametrize("sampler", ["hmc", pytest.param("nuts", marks=pytest.mark.slow)])
+def test_a_raw_log_density_under_a_loop(sampler: str) -> None:
     """Target N(3, 1), 200 warmup steps and 300 draws: the predictive mean is 3 within 0.5, and an empty dataset is not
     touched. (pipekit:K12)"""
     task = BlackjaxTask(
-        lambda p: -0.5 * jnp.sum((p - 3.0) ** 2), np.zeros(1), lambda p, x: 0 * x[:, 0] + p[0], num_warmup=200
+        lambda p: -0.5 * jnp.sum((p - 3.0) ** 2),
+        np.zeros(1),
+        lambda p, x: 0 * x[:, 0] + p[0],
+        num_warmup=200,
+        sampler=sampler,
     )
     empty = ArrayDataset(x=np.zeros((0, 1), np.float32))
     trained = run(TrainingLoop(dataset=empty, task=task, backend="blackjax", max_steps=300, quiet=True), None)
