@@ -60,7 +60,10 @@ def rows_of(**given: Any) -> list[list[int]]:
 
 
 def test_a_line_is_learned() -> None:
-    """100 updates of y = 2x + 1 with Adam bring the logged error far down, and it stays finite (pipekit:G1 G25)."""
+    """100 updates of y = 2x + 1 with Adam bring the logged error far down, and it stays finite
+
+    (pipekit:G1, pipekit:G25).
+    """
     writer = Writer()
     net = NNXModelOp(net=FeedForwardParams(input_dim=1, hidden_dims=(16, 16), output_dim=1))
     loop(model_op=net, max_steps=100, metric_writer=writer, log_every_n_steps=10)(None, None)
@@ -128,7 +131,10 @@ def test_every_row_of_a_stream_is_used() -> None:
 
 
 def test_data_that_runs_out_is_an_error() -> None:
-    """A stream shorter than a batch, one that can be read once, and too few rows end at once (pipekit:G6 G9)."""
+    """A stream shorter than a batch, one that can be read once, and too few rows end at once
+
+    (pipekit:G6, pipekit:G9).
+    """
     with pytest.raises(ValueError, match="batch_size"):
         loop(dataset=Line(rows=10), batch_size=16)(None, None)
     with pytest.raises(DataError, match="fewer than batch_size 16"):
@@ -142,7 +148,9 @@ def test_data_that_runs_out_is_an_error() -> None:
 
 
 def test_nothing_is_traced_after_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is run by Python before the first update only, and every program is compiled once (pipekit:G8 G11).
+    """The loss is run by Python before the first update only, and every program is compiled once
+
+    (pipekit:G8, pipekit:G11).
 
     Ten rows in batches of four, so batches straddle passes; one update a call, then spans of them.
     """

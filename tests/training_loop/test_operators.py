@@ -58,7 +58,7 @@ def twice() -> tuple[Any, Any]:
 
 
 def test_run_returns_the_operator_and_its_artifact(ran: tuple[Any, TrainingArtifact]) -> None:
-    """The hash of the rows, the backend's name and what was installed are told (pipekit:I1 G3)."""
+    """The hash of the rows, the backend's name and what was installed are told (pipekit:I1, pipekit:G3)."""
     operator, artifact = ran
     assert isinstance(operator, Operator)
     assert artifact.dataset_hash == Line().content_hash()
@@ -78,7 +78,7 @@ def test_facts_of_the_run_are_json(ran: tuple[Any, TrainingArtifact]) -> None:
 
 
 def test_hashes_follow_the_weights(ran: tuple[Any, TrainingArtifact], twice: tuple[Any, Any]) -> None:
-    """Another start, another hash; the same training, the same one (pipekit:I4 G4)."""
+    """Another start, another hash; the same training, the same one (pipekit:I4, pipekit:G4)."""
     again, other = twice
     assert again[1].trained_model_hash == again[0].content_hash() == ran[0].content_hash()
     assert same(again[0], ran[0])
@@ -99,7 +99,10 @@ def test_an_artifact_can_be_replayed(twice: tuple[Any, Any], tmp_path: Path) -> 
 
 
 def test_the_registry_has_model_and_weights(ran: tuple[Any, TrainingArtifact], registry: LocalModelRegistry) -> None:
-    """Reloaded by the artifact alone the model predicts the same bits; weights lie beside it (pipekit:I4 I5 D7.2)."""
+    """Reloaded by the artifact alone the model predicts the same bits; weights lie beside it
+
+    (pipekit:I4, pipekit:I5, pipekit:D7.2).
+    """
     operator, artifact = ran
     assert (Path(registry.root) / str(artifact.trained_model_hash) / "weights.bin").is_file()
     assert np.array_equal(artifact.reload_model(registry)(X), operator(X))
@@ -126,7 +129,10 @@ def test_a_template_takes_weights_from_a_registry(
 
 
 def test_blobs_say_what_they_hold() -> None:
-    """A blob is a plain tensor file; with a leaf too many, too few or another it is refused by name (pipekit:I7 I8)."""
+    """A blob is a plain tensor file; with a leaf too many, too few or another it is refused by name
+
+    (pipekit:I7, pipekit:I8).
+    """
     given = own(2, odd=True)
     blob = given.serialize_weights()
     assert set(read_blob(blob)) == set(given.arrays())
@@ -147,7 +153,7 @@ def test_blobs_say_what_they_hold() -> None:
 
 
 def test_a_trained_model_stands_in_a_pipeline(ran: tuple[Any, TrainingArtifact]) -> None:
-    """After preprocessing, without any conversion, for a batch and for one sample (pipekit:I13 D7.1)."""
+    """After preprocessing, without any conversion, for a batch and for one sample (pipekit:I13, pipekit:D7.1)."""
     pipeline = Sequential([Shift(by=0.5), ran[0]])
     assert np.array_equal(pipeline(X), ran[0](X + np.float32(0.5)))
     assert np.allclose(pipeline(X[3]), np.asarray(pipeline(X))[3], rtol=1e-6)

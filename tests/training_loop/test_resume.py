@@ -70,7 +70,9 @@ def held(ten_of_ten: Path, tmp_path: Path) -> Path:
 
 
 def test_a_fresh_loop_with_other_weights_goes_on_where_the_first_ended(quiet: Any, ten_of_ten: Path) -> None:
-    """5 updates, then a loop with other initial weights to 10: the bits of 10 in one go (pipekit:H1 H2 H4).
+    """5 updates, then a loop with other initial weights to 10: the bits of 10 in one go
+
+    (pipekit:H1, pipekit:H2, pipekit:H4).
 
     Dropout is on, so the keys went on as well; the caller's weights play no part (pipekit:D8.2).
     """
@@ -79,7 +81,10 @@ def test_a_fresh_loop_with_other_weights_goes_on_where_the_first_ended(quiet: An
 
 
 def test_position_and_keys_are_inside_the_commit(quiet: Any, ten_of_ten: Path) -> None:
-    """One generation holds the data's position, the run key and the counters: no file beside it (pipekit:H3 H15)."""
+    """One generation holds the data's position, the run key and the counters: no file beside it
+
+    (pipekit:H3, pipekit:H15).
+    """
     [first, second] = sorted((find_point(ten_of_ten, run) for run in run_ids(ten_of_ten)), key=lambda p: p.step)
     assert first.host["position"]["data"] == {"epoch": 0, "next": 5}
     assert second.host["position"]["data"] == {"epoch": 0, "next": 10}
@@ -128,7 +133,9 @@ def test_commits_are_at_multiples_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_the_callback_says_how_many_stay_and_which_is_best(tmp_path: Path) -> None:
-    """keep_last=2 keeps the two newest; the best by monitor and mode stays beside them (pipekit:H5 H7 H8 H17).
+    """keep_last=2 keeps the two newest; the best by monitor and mode stays beside them
+
+    (pipekit:H5, pipekit:H7, pipekit:H8, pipekit:H17).
 
     The loss falls, so the "best" by its maximum is the first that was evaluated, long dropped otherwise.
     """

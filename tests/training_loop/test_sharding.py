@@ -76,7 +76,10 @@ def test_two_devices_give_the_numbers_of_one(one: Any, two: Any) -> None:
 
 
 def test_without_sharding_there_is_one_device(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sharding=None` is the plain path, bit for bit that of a loop that never heard of it (pipekit:J4 D12.5)."""
+    """`sharding=None` is the plain path, bit for bit that of a loop that never heard of it
+
+    (pipekit:J4, pipekit:D12.5).
+    """
     monkeypatch.setattr("nnx_jax.spmd.mesh.ShardingSpec.__post_init__", lambda _: pytest.fail("a mesh was made"))
     again = loop(max_steps=50, batch_size=8, sharding=None)._train(None)
     assert same(again.operator, one.operator)
@@ -100,7 +103,7 @@ def test_it_learns_on_two_devices(stream: bool) -> None:
 
 
 def test_a_stream_is_split_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch of a stream goes to both devices, and the numbers are those of one (pipekit:J6 D12.1)."""
+    """Each batch of a stream goes to both devices, and the numbers are those of one (pipekit:J6, pipekit:D12.1)."""
     plain = loop(max_steps=10, batch_size=4, dataset=ten())._train(None)
     seen = Seen(monkeypatch)
     split = loop(max_steps=10, batch_size=4, dataset=ten(), sharding=spec())._train(None)
@@ -122,7 +125,10 @@ def test_evaluation_is_split_and_the_same(one: Any) -> None:
 
 
 def test_rows_are_split_and_the_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leaf of model, optimizer and counters is on both devices, rows are cut in two (pipekit:J1 J3 D12.3)."""
+    """Every leaf of model, optimizer and counters is on both devices, rows are cut in two
+
+    (pipekit:J1, pipekit:J3, pipekit:D12.3).
+    """
     seen = Seen(monkeypatch)
     loop(max_steps=2, batch_size=8, sharding=spec())(None, None)
     names = [name for name in seen.state if name.startswith(("params/", "opt_state/", "counters", "rng"))]
@@ -181,7 +187,7 @@ def test_a_batch_that_does_not_split_is_refused_at_once() -> None:
 
 
 def test_a_commit_comes_back_to_where_it_lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split model goes on split, with the bits of an uninterrupted run (pipekit:J5 D12.4)."""
+    """A split model goes on split, with the bits of an uninterrupted run (pipekit:J5, pipekit:D12.4)."""
     given: dict[str, Any] = {
         "model_op": square(), "dataset": squares(), "batch_size": 8,
         "sharding": spec(model_pspec=PartitionSpec("data", None)),

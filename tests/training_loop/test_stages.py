@@ -47,7 +47,10 @@ def second(first: tuple[Any, TrainerCarryState]) -> tuple[Any, TrainerCarryState
 
 
 def test_a_loop_is_a_stateful_operator(first: tuple[Any, TrainerCarryState]) -> None:
-    """`loop(carrier, state)` returns the trained operator and a state with the six fields (pipekit:D3.1 D3.2)."""
+    """`loop(carrier, state)` returns the trained operator and a state with the six fields
+
+    (pipekit:D3.1, pipekit:D3.2).
+    """
     operator, state = first
     assert isinstance(pre(), StatefulOperator)
     assert isinstance(state, CarryState)
@@ -60,7 +63,7 @@ def test_a_loop_is_a_stateful_operator(first: tuple[Any, TrainerCarryState]) -> 
 
 
 def test_a_sequence_of_loops_is_the_two_by_hand(second: tuple[Any, TrainerCarryState]) -> None:
-    """`Sequential([pre, fine])(None, None)` ends with the bits of one after the other (pipekit:G22 D3.4)."""
+    """`Sequential([pre, fine])(None, None)` ends with the bits of one after the other (pipekit:G22, pipekit:D3.4)."""
     operator, state = Sequential([pre(), fine()])(None, None)
     assert same(operator, second[0])
     assert state == second[1]
@@ -95,7 +98,10 @@ def test_full_takes_the_optimizer_of_another_loop(first: tuple[Any, TrainerCarry
 
 
 def test_the_same_loop_goes_on_with_its_state(first: tuple[Any, TrainerCarryState]) -> None:
-    """A state of this very loop, with a larger max_steps, is continued to the bits of one run (pipekit:G22 D3.3)."""
+    """A state of this very loop, with a larger max_steps, is continued to the bits of one run
+
+    (pipekit:G22, pipekit:D3.3).
+    """
     operator, state = pre(max_steps=15)(None, first[1])
     assert state.step == 15
     assert same(operator, pre(max_steps=15)(None, None)[0])
@@ -141,7 +147,7 @@ def test_a_state_comes_back_from_json_whole(first: tuple[Any, TrainerCarryState]
 
 
 def test_a_state_from_json_goes_on_bit_for_bit(first: tuple[Any, TrainerCarryState]) -> None:
-    """Resume is one from_dict: ten updates, JSON, five more are the bits of fifteen (pipekit:H16 D3.3)."""
+    """Resume is one from_dict: ten updates, JSON, five more are the bits of fifteen (pipekit:H16, pipekit:D3.3)."""
     back = as_json(first[1], own(99, dropout=0.2, norm=True, odd=True))
     assert same(pre(max_steps=15)(None, back)[0], pre(max_steps=15)(None, first[1])[0])
 
@@ -165,7 +171,7 @@ def test_a_built_in_network_needs_no_template() -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused(first: tuple[Any, TrainerCarryState]) -> None:
-    """A missing field, and a template of another structure, are named (pipekit:H16 I7)."""
+    """A missing field, and a template of another structure, are named (pipekit:H16, pipekit:I7)."""
     values = first[1].to_dict()
     with pytest.raises(ConfigError, match="rng is missing"):
         TrainerCarryState.from_dict({name: value for name, value in values.items() if name != "rng"})
@@ -188,7 +194,10 @@ def test_the_model_given_is_not_changed() -> None:
 
 
 def test_whole_numbers_and_statistics(first: tuple[Any, TrainerCarryState]) -> None:
-    """Integer leaves train along and stay; BatchNorm's mean moves and has no optimizer entry (pipekit:G13 N11 N12)."""
+    """Integer leaves train along and stay; BatchNorm's mean moves and has no optimizer entry
+
+    (pipekit:G13, pipekit:N11, pipekit:N12).
+    """
     operator, state = first
     arrays, before = operator.arrays(), pre().model_op.arrays()
     assert np.array_equal(arrays["table"], np.arange(3))
@@ -199,3 +208,20 @@ def test_whole_numbers_and_statistics(first: tuple[Any, TrainerCarryState]) -> N
     outputs = operator(np.zeros((4, 1), np.float32))
     assert np.array_equal(outputs, operator(np.zeros((4, 1), np.float32)))  # an evaluation moves nothing
     assert np.array_equal(arrays["norm.mean"], operator.arrays()["norm.mean"])
+
+
+def test_metrics_of_a_state_are_the_latest() -> None:
+    """They are the values of the last update, a copy that later updates leave alone (pipekit:G21)."""
+
+    class Losses:
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_step_end(self, loop: Any, state: Any, metrics: dict[str, float]) -> None:
+            self.seen.append(metrics["loss"])
+
+    noted = Losses()
+    _, state = loop(max_steps=3, steps_per_epoch=2, callbacks=(noted,))(None, None)
+    assert state.metrics is not None
+    assert (len(noted.seen), state.metrics["loss"], state.epoch) == (3, noted.seen[-1], 1)
+    assert noted.seen[0] != noted.seen[-1]
