@@ -1,4 +1,4 @@
-"""An emulator of a simulated pendulum: python examples/emulator.py [--out DIR] [--steps N] (half a minute on two cores).
+"""An emulator of a simulated pendulum: python examples/emulator.py [--out DIR] [--steps N] (half a minute).
 
 A dataset simulates pairs (state, state after dt), a loop trains a network on them, and the trained operator takes the
 simulator's place in a rollout. One sees both swing for ten seconds, and how far they are apart.

@@ -14,6 +14,8 @@ from nnx_jax.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_EXTRAS = ("torch.md", "engines.md")
+"""Their snippets run where the extras are: in tests/torch/test_page.py and tests/examples/test_engines_examples.py."""
 
 
 def blocks(kind: str, pages: list[Path] = PAGES) -> list[object]:
@@ -28,12 +30,9 @@ def blocks(kind: str, pages: list[Path] = PAGES) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", blocks("python", [page for page in PAGES if page.name != "torch.md"]))
+@pytest.mark.parametrize("code", blocks("python", [page for page in PAGES if page.name not in OF_EXTRAS]))
 def test_python_snippet_runs(code: str, tmp_path: Path) -> None:
-    """Each in an interpreter of its own, in an empty folder, warnings from the snippet's own imports being errors.
-
-    Those of docs/torch.md run where torch is, in tests/torch/test_page.py.
-    """
+    """Each in an interpreter of its own, in an empty folder, warnings from the snippet's own imports being errors."""
     command = [sys.executable, "-W", "error::UserWarning", "-W", "error::RuntimeWarning", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
