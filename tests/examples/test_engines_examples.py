@@ -11,12 +11,15 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from nnx_jax.core import registry
+from nnx_jax.backends import blackjax, numpyro_mcmc, outside
+from nnx_jax.core import errors, registry
+from nnx_jax.training_loop import TrainingLoop
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -185,3 +188,74 @@ def test_snippet_of_the_engines_runs(code: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error::UserWarning", "-W", "error::RuntimeWarning", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- what the pages say --------------------------------------------------------------------------------------------
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def sections(text: str) -> dict[str, str]:
+    """Text by heading of the second level, up to a colon."""
+    parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    return {heading.partition(":")[0]: body for heading, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def test_every_decision_is_answered() -> None:
+    """D1-D14 and Q1-Q5 have a section each, with what differs and where it is; the change log has them (pipekit:CH)."""
+    found, log = sections(page("decisions.md")), (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert list(found) == [f"D{number}" for number in range(1, 15)] + [f"Q{number}" for number in range(1, 6)]
+    for name, text in found.items():
+        if name.startswith("D"):
+            assert all(f"**{part}.**" in text for part in ("Here", "What differs", "Where")), name
+            assert re.search(rf"^- {name}: ", log, re.MULTILINE), name
+        for path in re.findall(r"`(nnx_jax/[\w/.]+)`", text):
+            assert (ROOT / path).exists(), (name, path)
+
+
+def test_every_engine_says_what_to_do_when_it_fails() -> None:
+    """A debugging list for each, of messages that there are, and one of the layers that errors name (pipekit:D1.3)."""
+    source = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "nnx_jax").rglob("*.py"))
+    found = sections(page("engines.md"))
+    for name in ("Equinox", "NumPyro", "BlackJAX", "Lightning", "Keras"):
+        text = " ".join(found[name].partition("**If it fails.**")[2].split())
+        assert text, name
+        messages = [
+            quoted for quoted in re.findall(r"`([^`]*)`", text) if re.fullmatch("[A-Za-z]+( [A-Za-z]+){2,}", quoted)
+        ]
+        assert [message for message in messages if message not in source] == []
+    layers = re.findall(r"^\| `(\w+):`", sections(page("training-loop.md"))["When something fails"], re.MULTILINE)
+    assert (
+        {"config", "data", "model", "step", "checkpoint"}
+        == set(layers)
+        <= {getattr(each, "layer", None) for each in vars(errors).values()}
+    )
+
+
+def test_the_table_of_fields_is_what_the_backends_do() -> None:
+    """Fields that a backend warns of, or refuses, are those that the page says."""
+    rows = {
+        name: [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in re.findall(r"^\| `.*$", sections(page("training-loop.md"))["Backends"], re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+        if line.count("|") == 8
+    }
+    alike = {"model_op", "dataset", "seed", "quiet", "backend"}
+    inside = {"checkpoint_every_n_steps", "max_checkpoints_to_keep"}  # the cadence of checkpoint_dir
+    assert set(rows) | alike | inside == set(TrainingLoop.model_fields)
+    for name, (_, _, mcmc, sampled, lightning, keras) in rows.items():
+        assert ("warned" in mcmc) == (name in numpyro_mcmc.UNUSED or name == "max_steps"), name
+        assert ("warned" in sampled) == (name in (*blackjax.UNUSED, "batch_size")), name
+        refused = name in (*outside._REFUSED, "checkpoint_dir")
+        assert lightning.startswith("no") == refused, name
+        assert keras.startswith("no") == (refused or name == "task"), name
+
+
+def test_names_of_the_api_page_are_where_it_says() -> None:
+    for names, where in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `([\w.]+)` \|", page("api.md"), re.MULTILINE):
+        if where.startswith("torch") and not there("torch"):
+            continue
+        module = import_module(f"nnx_jax.{where}")
+        assert [name for name in re.findall(r"`(\w+)`", names) if not hasattr(module, name)] == []
