@@ -15,7 +15,7 @@ from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carried import WEIGHT_NAMES
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.facts import Stopwatch, about, peak_memory
-from nnx_jax.backends.gradient import Recipe, _Last, _Stage
+from nnx_jax.backends.gradient import Last, Recipe, Stage
 from nnx_jax.backends.parts import split_callbacks
 from nnx_jax.backends.stored import LoopMark, writing
 from nnx_jax.core.errors import ConfigError, ModelError
@@ -42,7 +42,7 @@ from nnx_jax.params.run import RunSpec
 from nnx_jax.params.train import CheckpointParams, NNTrainParams
 from nnx_jax.runs.resume import ResumePoint
 from nnx_jax.runs.run import NNRun
-from nnx_jax.spmd.world import World
+from nnx_jax.spmd.world import ALONE, World
 
 EPOCH = 1000
 """Draws of an epoch where `steps_per_epoch` does not say how many. No pass over minibatches is one: it may be short."""
@@ -204,12 +204,12 @@ class BlackjaxModel:
         return BlackjaxPredictiveOp(self.task.predict_fn, positions, str(self.task.predictive_site), **shape)
 
 
-class _Sampling(_Stage):
+class _Sampling(Stage):
     """One sampling of one loop: the stages of a training by gradients, with chains in place of weights."""
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, task: BlackjaxTask, folder: str | Path) -> None:
         self.loop, self.folder, self.before, self.task = loop, folder, state, task
-        self.watch, self.op, self.val, self.parent = Stopwatch(), None, None, None
+        self.watch, self.op, self.val, self.parent, self.world = Stopwatch(), None, None, None, ALONE
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         packages = ("blackjax",) if task.numpyro_task is None else ("blackjax", "numpyro")
         untyped: Any = BlackjaxModel
@@ -221,7 +221,7 @@ class _Sampling(_Stage):
         if task.numpyro_task is not None:
             check_site(task.numpyro_task, loop.dataset.take(np.arange(1))["x"])
         self.model: Any = BlackjaxModel(task, self.shape)
-        self.last, self.known, self.mark = _Last(), None, LoopMark(loop.get_config())
+        self.last, self.known, self.mark = Last(), None, LoopMark(loop.get_config())
         mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
             loop,

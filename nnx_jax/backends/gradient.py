@@ -36,6 +36,7 @@ from nnx_jax.params.run import RunSpec
 from nnx_jax.params.train import CheckpointParams, MonitorSpec, NNTrainParams
 from nnx_jax.runs.resume import ResumePoint, find_point
 from nnx_jax.spmd.mesh import ShardingSpec
+from nnx_jax.spmd.world import World
 from nnx_jax.step.state import COUNTERS
 
 STREAM_EPOCH = 2**16
@@ -57,7 +58,8 @@ class Recipe:
         take: (operator, what the data says of sizes) -> a module to train, the caller's own is never touched.
         give: (the loop's operator, trained module, shape of one sample) -> the trained operator.
         load: (module, arrays of a generation, where they are from) writes weights into a module.
-        split: takes a model apart for a compiled evaluation, see `tasks.Split`.
+        split: takes a model apart for a compiled evaluation, see `tasks.Split`; None where no task of the user's is
+            evaluated.
     """
 
     name: str
@@ -66,11 +68,14 @@ class Recipe:
     take: Callable[[Any, Mapping[str, Any]], Any]
     give: Callable[[Any, Any, tuple[int, ...] | None], Any]
     load: Callable[[Any, Mapping[str, Any], str], None]
-    split: Split
+    split: Split | None = None
 
 
-def train(loop: Any, state: TrainerCarryState | None, recipe: Recipe) -> Trained:
+def train(loop: Any, state: TrainerCarryState | None, recipe: Recipe, stage: type[Stage] | None = None) -> Trained:
     """Train as the loop says; see `TrainingLoop`.
+
+    Args:
+        stage: what trains, by default a `Stage`; a backend's own is a subclass.
 
     Raises:
         ConfigError, DataError, ModelError: (ValueErrors) before anything is compiled or written.
@@ -78,13 +83,13 @@ def train(loop: Any, state: TrainerCarryState | None, recipe: Recipe) -> Trained
     """
     with contextlib.ExitStack() as stack:
         folder = loop.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
-        stage = _Stage(loop, state, recipe, folder)
-        if loop.directory is not None and stage.writes:
+        one = (stage or Stage)(loop, state, recipe, folder)
+        if loop.directory is not None and one.world.writes:
             stack.enter_context(writing(folder))
-        return stage.run()
+        return one.run()
 
 
-class _Last(own.Callback):
+class Last(own.Callback):
     """Remembers the values a run ended with."""
 
     distributed = "all"
@@ -98,11 +103,18 @@ class _Last(own.Callback):
         self.values = {**found, **{n: v for n, v in ctx.values.items() if n.startswith("val_")}}
 
 
-class _Stage:
-    """One training of one loop: from an operator and a state to an operator and a state."""
+class Stage:
+    """One training of one loop: from an operator and a state to an operator and a state.
+
+    Attributes:
+        world: the processes that train together.
+        op: the operator it begins with.
+        steps: who tells callbacks and the writer.
+    """
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, recipe: Recipe, folder: str | Path) -> None:
         self.loop, self.recipe, self.folder, self.before = loop, recipe, folder, state
+        self.world = open_group(loop, recipe.face)
         self.watch, self.val = Stopwatch(), evaluation_rows(loop.val_dataset)
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         held = None if state is None else state.model
@@ -115,7 +127,7 @@ class _Stage:
             params=NNModelParams(metrics=loop.metrics),
             loss=None if loop.loss is None else as_loss(loop.loss),
         )
-        self.last, self.mark = _Last(), LoopMark(loop.get_config())
+        self.last, self.mark = Last(), LoopMark(loop.get_config())
         self.parent: str | None = None
         mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
@@ -127,6 +139,7 @@ class _Stage:
             steps_per_epoch=loop.steps_per_epoch,
             read_every=loop.log_every_n_steps,
             rates=self.optimizer is None,
+            world=self.world,
         )
         self.callbacks = [self.last, *mine, self.steps]
 
@@ -148,11 +161,6 @@ class _Stage:
                 raise
             found, reason = stands, "nonfinite"
         return self._trained(found, self._final_operator(found, reason), reason, done)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process is the one that writes the directory."""
-        return self.loop.distributed is None or jax.process_index() == self.loop.distributed.writer_rank
 
     def _beginning(self) -> tuple[Any, int]:
         """(the moment to go on from, the update of that line to end at)."""
@@ -244,7 +252,7 @@ class _Stage:
             callbacks=tuple(self.callbacks),
             hooks=tuple(hook for hook in loop.hooks if getattr(hook, "family", "") != "hook"),
             objective=None if loop.task is None else task_objective(loop.task),
-            eval_step_fn=None if loop.task is None else task_evaluation(loop.task, loop.seed, self.recipe.split),
+            eval_step_fn=self._evaluation(),
             runs_dir=self.folder,
             distributed=loop.distributed,
             optimizer=self.optimizer,
@@ -252,6 +260,11 @@ class _Stage:
             components=(self.mark,),
             start=point if loop.distributed is None or not is_last else None,  # LAST is read by a group's writer alone
         )
+
+    def _evaluation(self) -> Any:
+        """The validation of a task; None where the built-in one is made."""
+        loop, split = self.loop, self.recipe.split
+        return None if loop.task is None or split is None else task_evaluation(loop.task, loop.seed, split)
 
     # -- its end -----------------------------------------------------------------------------------------------
 
@@ -339,6 +352,20 @@ class _Stage:
     def _weights(self) -> dict[str, np.ndarray]:
         """Weights and statistics of the operator that goes on, by name."""
         return dict(self.recipe.face.framework.weights(self.model.net))
+
+
+def open_group(loop: Any, face: type[NNModel]) -> World:
+    """The processes that train a loop together; this one alone without a DDP.
+
+    Raises:
+        ProcessGroupError: (a RuntimeError) a DDP without a group, or a group without a DDP.
+        ConfigError: (a ValueError) several processes have no directory in common.
+    """
+    world = face.framework.open_world(loop.distributed, "TrainingLoop")
+    if not world.alone and loop.directory is None:
+        told = f"is None, but {world.size} processes train together, which read what the writer commits; give a "
+        raise ConfigError(f"{told}directory that all of them see", path="TrainingLoop.checkpoint_dir")
+    return world
 
 
 def _mesh_of(sharding: Any, model: NNModel) -> tuple[dict[str, int], dict[str, Any]]:

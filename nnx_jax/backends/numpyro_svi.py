@@ -6,9 +6,7 @@ smaller one needs `numpyro.plate(..., subsample_size=)` in the model, see `bayes
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.gradient import Recipe, _Stage
+from nnx_jax.backends.gradient import Recipe, Stage, train
 from nnx_jax.backends.optimizers import DEFAULT
 from nnx_jax.core.errors import ConfigError, ModelError, ResumePointError
 from nnx_jax.engines.bayes import Args, NumpyroTask, model_args, require_numpyro, require_task
@@ -46,9 +44,7 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
     """
     task = require_task(loop.task, loop.loss, loop.backend)
     require_numpyro()
-    with contextlib.ExitStack() as stack:
-        folder = loop.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
-        return SVIStage(loop, state, recipe_of(loop, task), folder).run()
+    return train(loop, state, recipe_of(loop, task), SVIStage)
 
 
 def batch_rows(loop: Any) -> int:
@@ -78,11 +74,10 @@ def recipe_of(loop: Any, task: NumpyroTask) -> Recipe:
     def load(module: Variational, arrays: Mapping[str, Any], source: str) -> None:
         SVI.load(module, arrays, None, SVI.backend, source)
 
-    none: Any = None  # its validation is that of the engine, so no model is taken apart for one
-    return Recipe("numpyro-svi", VariationalModel, ("numpyro", "optax"), take, give, load, split=none)
+    return Recipe("numpyro-svi", VariationalModel, ("numpyro", "optax"), take, give, load)
 
 
-class SVIStage(_Stage):
+class SVIStage(Stage):
     """One training of one loop, whose objective is the task's and not a loss."""
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, recipe: Recipe, folder: str | Path) -> None:
