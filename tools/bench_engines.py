@@ -75,15 +75,16 @@ def time_case(
     Raises:
         RuntimeError: the sides do not end alike, or the run is not what it should be.
     """
-    from nnx_jax.runs.run import NNRun
-
     if name == MCMC_CASE:
         return _time_mcmc(rounds or MCMC_ROUNDS, steps or MCMC_DRAWS)
     case = CASES[name]
     rounds, steps = rounds or case.rounds, steps or case.steps
-    every, total, job = every or steps, steps * (rounds + 1), case.make()
+    every, total = every or steps, steps * (rounds + 1)
     if steps % every:
         raise ValueError(f"a round of {steps} steps does not end at a commit when there is one every {every}")
+    from nnx_jax.runs.run import NNRun
+
+    job = case.make()
     clock = _Clock(job, steps)
     with tempfile.TemporaryDirectory() as folder, _watched(clock.commit), contextlib.redirect_stderr(io.StringIO()):
         loop = job.loop(total, checkpoint_dir=folder, checkpoint_every_n_steps=every)
