@@ -6,6 +6,7 @@ on how the loop cuts them. The key of draw i is `fold_in(run key, i)`; nothing d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from nnx_jax.core.errors import ModelError, NonFiniteError, ResumePointError
 from nnx_jax.engines.blackjax_batches import Minibatches
-from nnx_jax.engines.blackjax_draws import ChainState, Drawn, Pending, cut_from, joined, length
+from nnx_jax.engines.blackjax_draws import Ahead, ChainState, Drawn, Pending, cut_from, joined, length
 from nnx_jax.engines.blackjax_samplers import Sampler
 from nnx_jax.engines.blackjax_task import named_leaves
 from nnx_jax.engines.chains import Posterior
@@ -28,6 +29,9 @@ BLOCK = 256
 """Most draws in one call of the device."""
 BLOCK_BYTES = 64 * 1024**2
 """Most bytes that the draws of one call, or its minibatches, may take; one draw may take more."""
+
+AHEAD_SECONDS = 0.25
+"""Longest span after which the next block is handed over unasked: what an early end waits for at most, in vain."""
 
 _START, _WARMUP, _DRAWS, _ENSEMBLE = range(4)
 """What a key is for, folded into the run key first."""
@@ -70,6 +74,8 @@ class BlackjaxEngine:
         self.feeds: dict[str, Any] = {}
         self.watched: tuple[str, ...] = ()
         self.key = jax.random.key(spec.training.seed)
+        self._draw_key = jax.random.fold_in(self.key, _DRAWS)
+        self._rated: tuple[Any, float] | None = None
         self.posterior = Posterior({})
         """Every draw, as of the last `trained`."""
 
@@ -91,7 +97,9 @@ class BlackjaxEngine:
         """Draw in blocks of a bounded size; `poll` is asked between them."""
         self._begin(state)
         most = 1 if self.spec.training.dispatch == "step" else self.block
-        done = 0
+        if state.until is None:
+            state.until = state.drawn + (self.spec.training.max_steps or 0)
+        state.stride, state.since, done = min(most, span.n_batches), time.perf_counter(), 0
         while done < span.n_batches:
             count = min(most, span.n_batches - done)
             self._draw(state, count)
@@ -140,14 +148,26 @@ class BlackjaxEngine:
 
     def _draw(self, state: ChainState, count: int) -> None:
         """Hand one block to the device, then fetch the one before, so that the device never waits."""
-        key, before = jax.random.fold_in(self.key, _DRAWS), state.pending
-        state.kernel, state.alive, done, moves = self._call(
-            state.kernel, state.params, key, state.drawn, count, state.alive
-        )
+        before, ahead, state.ahead = state.pending, state.ahead, None
+        if ahead is None or (ahead.first, ahead.count) != (state.drawn, count):
+            ahead = self._block_of(state, count)
+        state.kernel, state.alive, done, moves = ahead.result
         state.pending = Pending(state.drawn, count, done, moves)
         state.drawn += count
         if before is not None:
             self._fetch(state, before)
+
+    def _block_of(self, state: ChainState, count: int) -> Ahead:
+        """Hand over the next block; nothing is changed by it."""
+        result = self._call(state.kernel, state.params, self._draw_key, state.drawn, count, state.alive)
+        return Ahead(state.drawn, count, result)
+
+    def _go_ahead(self, state: ChainState) -> None:
+        """Let the device draw what a loop that goes on as before asks for next, while the host makes records."""
+        count = min(state.stride, (state.until or 0) - state.drawn)
+        quick = time.perf_counter() - state.since < AHEAD_SECONDS
+        if state.ahead is None and count > 0 and quick and (self.batches is None or self.batches.held):
+            state.ahead = self._block_of(state, count)
 
     def _fetch(self, state: ChainState, block: Pending) -> None:
         """Bring a block to the host; a draw that is not finite ends it, and every later one is of no draws."""
@@ -181,8 +201,10 @@ class BlackjaxEngine:
     def read_records(self, state: ChainState) -> tuple[list[Records], Exception | None]:
         """Records since the last call, one a draw; with the error where a draw was not finite."""
         self._settle(state)
+        if state.failure is None:
+            self._go_ahead(state)
         records, first = [], 0
-        rate = float(self.sampler.rate(state.params)) if state.read < length(state.blocks) else 0.0
+        rate = self._rate(state.params) if state.read < length(state.blocks) else 0.0
         for block in state.blocks:
             end = first + len(block.grad_norm)
             if end > state.read:
@@ -191,6 +213,12 @@ class BlackjaxEngine:
         state.read = first
         failure, state.failure = state.failure, None
         return records, failure
+
+    def _rate(self, params: Any) -> float:
+        """The step size of these parameters, which are read once."""
+        if self._rated is None or self._rated[0] is not params:
+            self._rated = params, float(self.sampler.rate(params))
+        return self._rated[1]
 
     def _records(self, block: Drawn, first: int, rate: float) -> Records:
         count = len(block.grad_norm)
@@ -214,7 +242,7 @@ class BlackjaxEngine:
 
     def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Means over draws and chains."""
-        found = {"loss": self.losses(sums["loss"])[0]}
+        found = {"loss": float(sums["loss"][0] / sums["loss"][len(sums["loss"]) // 2])}
         return found | {name: float(sums[name][0] / sums[name][1]) for name in self.metric_names}
 
     def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:

@@ -31,6 +31,15 @@ class Pending:
 
 
 @dataclass
+class Ahead:
+    """A block that was handed over before it was asked for: its first draw, its draws, and what the call gives."""
+
+    first: int
+    count: int
+    result: Any
+
+
+@dataclass
 class ChainState:
     """Where the chains stand, and every draw so far.
 
@@ -43,6 +52,10 @@ class ChainState:
         pending: the last block handed to the device.
         alive: device bool, every draw so far was finite.
         failure: of a draw that was not, until it is read.
+        ahead: the block that is asked for next, where it is known; nothing else here knows of it yet.
+        stride: draws of the last span's first call.
+        until: draws that are asked for in all; 0 where that is not known.
+        since: when the last span began, seconds.
     """
 
     kernel: Any = None
@@ -53,6 +66,10 @@ class ChainState:
     pending: Pending | None = None
     alive: Any = True
     failure: Exception | None = None
+    ahead: Ahead | None = None
+    stride: int = 0
+    until: int | None = None
+    since: float = 0.0
 
 
 def length(blocks: Sequence[Drawn]) -> int:
