@@ -297,6 +297,7 @@ class _Sampling(Stage):
             host={**point.host, WEIGHT_NAMES: []},
         )
         divergent = posterior.stats.get("is_divergent")
+        sites = posterior.diagnostics()
         info = {
             **about("blackjax", self.recipe.packages),
             **{name: value for name, value in self.watch.facts(0).items() if value is not None},
@@ -311,7 +312,9 @@ class _Sampling(Stage):
             "num_chains": self.task.num_chains,
             "num_draws": int(np.shape(next(iter(posterior.values.values())))[1]),
             "num_divergences": 0 if divergent is None else int(divergent.sum()),
-            "sites": posterior.diagnostics(),
+            "sites": sites,
+            "r_hat": {name: told.get("r_hat") for name, told in sites.items()},
+            "ess": {name: told.get("ess") for name, told in sites.items()},
             **posterior.facts,
         }
         temperature = posterior.facts.get("tempering_param", 1.0)

@@ -44,6 +44,14 @@ def settle_optimizer(config: Any) -> Any:
     raise TypeError(f"{PLACE} is {type(config).__name__}; give a mapping or an optax transformation")
 
 
+def _accumulates(transformation: Any) -> bool:
+    """Whether an optax transformation makes one step of several gradients by itself."""
+    import jax.numpy as jnp
+    import optax
+
+    return isinstance(transformation.init({"": jnp.zeros(())}), optax.MultiStepsState)
+
+
 def _as_mapping(params: NNOptimParams) -> dict[str, Any]:
     """An NNOptimParams with every setting written out, since a mapping's defaults are optax's."""
     if params.accumulate_grad_batches != 1:
@@ -70,6 +78,9 @@ def read_optimizer(config: Any, accumulate: int = 1) -> tuple[NNOptimParams, Opt
     """
     config = settle_optimizer(config)
     if not isinstance(config, Mapping):
+        if accumulate > 1 and _accumulates(config):
+            told = f"is optax.MultiSteps, which accumulates, and so does accumulate={accumulate}; use one of them"
+            raise ConfigError(told, path=PLACE)
         return NNOptimParams(kind="sgd", max_lr=1.0, momentum=0.0, accumulate_grad_batches=accumulate), None, config
     given = dict(config)
     name = given.pop("name", given.pop("kind", None))

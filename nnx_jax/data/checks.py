@@ -25,7 +25,7 @@ def check_batching(rows: int, batch_size: int, tail: str, where: str) -> None:
         done = "drops them all" if tail == "drop" else "fills a batch with several passes"
         raise DataError(
             f"{where} has {rows} rows, fewer than batch_size {batch_size}, and tail='{tail}' {done}; "
-            "use tail='pad', or a smaller batch_size"
+            + ("use tail='pad', or a smaller batch_size" if tail == "drop" else "use a smaller batch_size")
         )
 
 

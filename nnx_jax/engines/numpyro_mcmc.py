@@ -50,7 +50,10 @@ class Draws:
             "num_warmup": self.warmup,
             "num_divergences": int(self.diverging.sum()),
             "acceptance_rate": float(self.accept_prob.mean()),
-            "sites": list(self.samples),
+            "sites": {
+                name: {"mean": float(value.mean()), "sd": float(value.std()), "r_hat": rhat, "ess": ess}
+                for (name, value), (rhat, ess) in zip(self.samples.items(), found.values(), strict=True)
+            },
             "r_hat": {name: rhat for name, (rhat, _) in found.items()},
             "ess": {name: ess for name, (_, ess) in found.items()},
         }

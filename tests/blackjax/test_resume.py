@@ -63,6 +63,7 @@ def test_the_loop_draws_what_the_engine_draws(whole: np.ndarray) -> None:
     info = trained.info
     assert (info["final_step"], info["num_draws"], info["num_chains"], info["sampler"]) == (30, 30, 2, "hmc")
     assert set(info["sites"]["m"]) == {"mean", "sd", "r_hat", "ess", "mcse"}
+    assert (info["r_hat"]["m"], info["ess"]["m"]) == (info["sites"]["m"]["r_hat"], info["sites"]["m"]["ess"])
     assert trained.state.step == 30
 
 

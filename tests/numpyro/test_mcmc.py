@@ -87,6 +87,7 @@ def test_info_has_the_diagnostics(trained: Trained) -> None:
     assert info["num_divergences"] == 0
     assert isinstance(info["num_divergences"], int)
     assert set(info["sites"]) == {"w", "b"} == set(info["r_hat"]) == set(info["ess"])
+    assert info["sites"]["w"]["r_hat"] == info["r_hat"]["w"]  # in the form that backend="blackjax" has too
     assert all(0.99 < rhat < 1.02 for rhat in info["r_hat"].values())
     assert all(100 < ess <= 3 * DRAWS * CHAINS for ess in info["ess"].values())
     assert 0.5 < info["acceptance_rate"] <= 1.0

@@ -28,8 +28,8 @@ TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}
 """Of float32 sums in another order through two batch norms: each divides by a deviation, here 0.1 at least, so their
 relative rounding of about 30 * 2**-24 = 2e-6 grows tenfold at most; the rate takes 2**-4 of that."""
 OF_ONE_ROW: dict[str, Any] = {"rtol": 6e-4, "atol": 1.5e-4}
-"""Where the last batch is one row among all processes: its deviation is sqrt(eps) = 0.003, thirty times smaller, and the
-gradient through it is what is left of terms that cancel."""
+"""Where the last batch is one row among all processes: its deviation is sqrt(eps) = 0.003, thirty times smaller, and
+the gradient through it is what is left of terms that cancel."""
 
 
 def both(tmp_path_factory: pytest.TempPathFactory, function: str) -> tuple[list[Any], Any]:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from nnx_jax.backends.optimizers import read_optimizer
+from nnx_jax.core.errors import ConfigError
 from nnx_jax.params.optim import NNOptimParams
 from tests.training_loop.scenes import Line, Writer, loop, model, weights
 
@@ -226,3 +227,11 @@ def test_a_scheduled_rate_is_what_moves_the_weights_and_what_is_recorded() -> No
     np.testing.assert_allclose(rates, [float(schedule(count)) for count in range(UPDATES)], rtol=1e-6, atol=1e-8)
     for name, value in by_optax(optax.sgd(schedule)).items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_accumulating_twice_is_refused() -> None:
+    """optax.MultiSteps alone does; with accumulate= nobody could say what an update is."""
+    several = optax.MultiSteps(optax.sgd(0.1), 3)
+    assert loop(optimizer_config=several).accumulate == 1
+    with pytest.raises(ConfigError, match=r"optimizer_config: is optax.MultiSteps, which accumulates"):
+        loop(optimizer_config=several, accumulate=2)
