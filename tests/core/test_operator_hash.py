@@ -179,7 +179,9 @@ def test_the_golden_value_of_the_earlier_package() -> None:
     assert hash_config("IterableDataset", {"hash": "abc", "seed": 0, "split": "train"}) == known
 
 
-@pytest.mark.parametrize("part", [object(), float("nan"), {1: 2}, repr(object())])
+@pytest.mark.parametrize(
+    "part", [object(), float("nan"), {1: 2}, repr(object())], ids=["object", "nan", "whole key", "address"]
+)
 def test_what_is_not_plain_is_refused(part: object) -> None:
     with pytest.raises(ConfigError):
         hash_config("name", part)
