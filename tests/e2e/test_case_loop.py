@@ -61,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FlaxEngine]:
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr("nnx_jax.fit.job.FlaxEngine", Noted)
+    monkeypatch.setattr("nnx_jax.fit.framework.Framework.engine_class", Noted)
     return made
 
 

@@ -307,7 +307,7 @@ def test_one_compile_and_one_read_an_epoch(tmp_path: Path, monkeypatch: pytest.M
             reads.append(sum(len(records) for records in found[0]))
             return found
 
-    monkeypatch.setattr("nnx_jax.fit.job.FlaxEngine", Noted)
+    monkeypatch.setattr("nnx_jax.fit.framework.Framework.engine_class", Noted)
     classes(tmp_path, own, scheduler={"kind": "step", "clock": ON_UPDATES, "step_size": 4})
     assert reads == [6, 6, 6]
     assert engines[0].programs.watch.compiles == {"span_resident": 1}
