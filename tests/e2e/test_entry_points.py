@@ -144,7 +144,7 @@ def test_there_is_one_loop() -> None:
     assert calls("run_span") == {"loop/lifecycle.py", "loop/watched.py", "training/engine.py"}
     assert calls("LoopPlan") == {"fit/session.py", "training/strategy.py"}
     assert calls("Session") <= {"loop/lifecycle.py", "training/session.py"}
-    assert calls("train_spec") == {"model.py", "trainer.py", "train.py"}
+    assert calls("train_spec") == {"model.py", "trainer.py", "train.py", "backends/gradient.py"}
 
 
 def test_the_layers_are_where_the_page_says() -> None:
