@@ -44,8 +44,8 @@ class TrainerConfig(Spec):
     """Length in committed updates."""
     seed: Seed = 0
     """Of everything random: order, dropout."""
-    batch_size: Size = 32
-    """Rows of a microbatch, over all processes."""
+    batch_size: Size | None = None
+    """Rows of a microbatch, over all processes; none: as the loop's backend has it."""
     accumulate: Count = 1
     """Microbatches of an update."""
     steps_per_epoch: Count | None = None
@@ -100,8 +100,8 @@ class TrainingLoop(StatefulOperator):
     """Length in committed updates."""
     steps_per_epoch: Count | None = None
     """Updates between two `on_epoch_end`; nothing else depends on it."""
-    batch_size: Size = 32
-    """Rows of a microbatch, over all processes."""
+    batch_size: Size | None = None
+    """Rows of a microbatch, over all processes. Default: 32; None, all rows, for the backend "numpyro-svi"."""
     accumulate: Count = 1
     """Microbatches of an update."""
     backend: str = "nnx"
@@ -163,6 +163,16 @@ class TrainingLoop(StatefulOperator):
             import_built_in()
         return super()._normalised(value)
 
+    def default_of(self, name: str) -> Any:
+        """Return the default of a field; that of `batch_size` depends on the backend."""
+        if name == "batch_size":
+            return None if self.backend == "numpyro-svi" else 32
+        return super().default_of(name)
+
+    def _complete(self) -> None:
+        if self.batch_size is None:
+            self._set("batch_size", self.default_of("batch_size"))
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """One objective, parts that are what they stand for, one word on where and when commits are made."""
         yield from super().problems()
@@ -184,7 +194,7 @@ class TrainingLoop(StatefulOperator):
         yield from (("callbacks", told) for _, told in noted(lambda: StepCallbacks(self, step_form, writer, log_every)))
         yield from self._double_commits()
         parts = parts_of(self.sharding)
-        if parts is not None and self.batch_size % parts:
+        if parts is not None and self.batch_size is not None and self.batch_size % parts:
             yield "batch_size", f"is {self.batch_size}, which does not split over {parts} devices; give a multiple"
 
     def _double_commits(self) -> Iterator[tuple[str, str]]:

@@ -15,11 +15,11 @@ import numpy as np
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carried import WEIGHT_NAMES, CarriedPoint
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.checks import evaluation_rows
+from nnx_jax.backends.checks import GRADIENT, evaluation_rows
 from nnx_jax.backends.facts import Stopwatch, about, describe_sharding, peak_memory
 from nnx_jax.backends.optimizers import read_optimizer
 from nnx_jax.backends.parts import split_callbacks
-from nnx_jax.backends.stored import LoopMark, foreign_salt, newest, starting_point, writing
+from nnx_jax.backends.stored import LoopMark, foreign_salt, newest, stage_before, starting_point, structure, writing
 from nnx_jax.backends.tasks import Split, task_evaluation, task_objective
 from nnx_jax.core.errors import ConfigError, NonFiniteError
 from nnx_jax.engines.flax import WEIGHTS
@@ -96,11 +96,21 @@ class Last(own.Callback):
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
+        self._ctx: TrainContext | None = None
+
+    def read(self) -> dict[str, float]:
+        """The values as of now; none before a run."""
+        if self._ctx is None:
+            return {}
+        update = next((row for row in reversed(self._ctx.records) if row["kind"] == "update"), {})
+        found = {n.removeprefix("train_"): v for n, v in update.items() if n.startswith("train_") and v is not None}
+        return {**found, **{n: v for n, v in self._ctx.values.items() if n.startswith("val_")}}
+
+    def on_train_begin(self, ctx: TrainContext) -> None:
+        self._ctx = ctx
 
     def on_train_end(self, ctx: TrainContext) -> None:
-        update = next((row for row in reversed(ctx.records) if row["kind"] == "update"), {})
-        found = {n.removeprefix("train_"): v for n, v in update.items() if n.startswith("train_") and v is not None}
-        self.values = {**found, **{n: v for n, v in ctx.values.items() if n.startswith("val_")}}
+        self.values = self.read()
 
 
 class Stage:
@@ -109,6 +119,7 @@ class Stage:
     Attributes:
         world: the processes that train together.
         op: the operator it begins with.
+        batch_rows: rows of a microbatch.
         steps: who tells callbacks and the writer.
     """
 
@@ -116,6 +127,7 @@ class Stage:
         self.loop, self.recipe, self.folder, self.before = loop, recipe, folder, state
         self.world = open_group(loop, recipe.face)
         self.watch, self.val = Stopwatch(), evaluation_rows(loop.val_dataset)
+        self.batch_rows = loop.batch_size
         self.whole = state is not None and state.host is not None and self._takes_all(state)
         held = None if state is None else state.model
         self.op = loop.model_op if held is None else held
@@ -127,7 +139,8 @@ class Stage:
             params=NNModelParams(metrics=loop.metrics),
             loss=None if loop.loss is None else as_loss(loop.loss),
         )
-        self.last, self.mark = Last(), LoopMark(loop.get_config())
+        self.last = Last()
+        self.mark = LoopMark(loop, self._structure(), stage_before(loop, state), self._told)
         self.parent: str | None = None
         mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
@@ -149,8 +162,9 @@ class Stage:
         """Train, or find that there is nothing left to train."""
         point, target = self._beginning()
         done = 0 if point is None else point.step
-        if target <= done:
-            return self._nothing_left(point)
+        ended = None if point is None else self.mark.ended(point.host)
+        if target <= done or ended is not None:
+            return self._nothing_left(point, ended)
         spec, call = self._spec(point, target - done), self._call(point)
         try:
             found = find_point(self.folder, self.model.train_spec(spec, call).id)
@@ -161,6 +175,16 @@ class Stage:
                 raise
             found, reason = stands, "nonfinite"
         return self._trained(found, self._final_operator(found, reason), reason, done)
+
+    def _structure(self) -> dict[str, Any] | None:
+        """What the commits know of the network; None where the task says it all."""
+        if self.loop.backend not in GRADIENT:
+            return None
+        return structure(self.op, self.model.framework.describe(self.model.net), self._weights())
+
+    def _told(self) -> tuple[dict[str, float], str | None]:
+        """(the values as of now, why a callback asked for the end)."""
+        return {**self.steps.state.metrics, **self.last.read()}, self.steps.state.stop_reason
 
     def _beginning(self) -> tuple[Any, int]:
         """(the moment to go on from, the update of that line to end at)."""
@@ -215,7 +239,7 @@ class Stage:
         loop = self.loop
         if not loop.dataset.indexable:
             return STREAM_EPOCH
-        return max(1, max(SHORT_EPOCH, len(loop.dataset)) // (loop.batch_size * loop.accumulate))
+        return max(1, max(SHORT_EPOCH, len(loop.dataset)) // (self.batch_rows * loop.accumulate))
 
     def _monitor(self) -> MonitorSpec | None:
         """What tells the best commit; None for the run's own rule.
@@ -242,7 +266,7 @@ class Stage:
     def _data(self) -> NNDataParams:
         loop = self.loop
         return NNDataParams(
-            train=loop.dataset, val=self.val, batch_size=loop.batch_size, tail="straddle", seed=loop.seed
+            train=loop.dataset, val=self.val, batch_size=self.batch_rows, tail="straddle", seed=loop.seed
         )
 
     def _call(self, point: Any) -> TrainCall:
@@ -291,8 +315,8 @@ class Stage:
         self.recipe.load(module, point.load_all(), point.run_id)
         return self._give(module)
 
-    def _nothing_left(self, point: Any) -> Trained:
-        """The run is as long as it was to be: callbacks begin and end, nothing is trained."""
+    def _nothing_left(self, point: Any, reason: str | None) -> Trained:
+        """The run is as long as it was to be, or a callback ended it: callbacks begin and end, nothing is trained."""
         operator = self._operator_of(point)
         ctx = TrainContext(point.run_id, self.model, point.epoch, point.step)
         ctx.sync = lambda: operator.module
@@ -305,7 +329,8 @@ class Stage:
             raise
         finally:
             callbacks.train_end(ctx, error)
-        return self._trained(point, operator, None, point.step)
+        self.last.values = self.mark.values(point.host)
+        return self._trained(point, operator, reason, point.step)
 
     def _trained(self, point: Any, operator: Any, reason: str | None, done: int) -> Trained:
         loop, before = self.loop, self.before
@@ -325,7 +350,7 @@ class Stage:
             loop=loop.identity(),
             host={**point.host, WEIGHT_NAMES: sorted(name for name in arrays if name.startswith(WEIGHTS))},
         )
-        rows = (point.step - done) * loop.batch_size * loop.accumulate
+        rows = (point.step - done) * self.batch_rows * loop.accumulate
         info = {
             **about(self.recipe.name, self.recipe.packages),
             **self.watch.facts(rows),

@@ -50,7 +50,7 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
 def batch_rows(loop: Any) -> int:
     """Rows of a microbatch: as set, at most all; all of them where nothing is set."""
     rows = len(loop.dataset)
-    return min(loop.batch_size, rows) if "batch_size" in loop.model_fields_set else rows
+    return rows if loop.batch_size is None else min(loop.batch_size, rows)
 
 
 def first_rows(loop: Any, count: int) -> Args:
@@ -82,7 +82,8 @@ class SVIStage(Stage):
 
     def __init__(self, loop: Any, state: TrainerCarryState | None, recipe: Recipe, folder: str | Path) -> None:
         super().__init__(loop, state, recipe, folder)
-        if not loop.optimizer_config:  # without decay, which would be a prior on the guide's own parameters
+        self.batch_rows = batch_rows(loop)
+        if loop.optimizer_config == DEFAULT:  # without decay, which would be a prior on the guide's own parameters
             self.optim = NNOptimParams(kind="adam", max_lr=DEFAULT["lr"], accumulate_grad_batches=loop.accumulate)
 
     def _spec(self, point: Any, steps: int) -> RunSpec:
@@ -90,7 +91,7 @@ class SVIStage(Stage):
 
     def _data(self) -> NNDataParams:
         """Full batches; in their own order where each is all rows; a validation in one batch, whose ELBO it is."""
-        loop, size = self.loop, batch_rows(self.loop)
+        loop, size = self.loop, self.batch_rows
         val = {} if loop.val_dataset is None else {"val": loop.val_dataset, "eval_batch_size": len(loop.val_dataset)}
         return NNDataParams(
             train=loop.dataset,
@@ -106,11 +107,9 @@ class SVIStage(Stage):
 
     def _trained(self, point: Any, operator: Any, reason: str | None, done: int) -> Trained:
         found = super()._trained(point, operator, reason, done)
-        rate, module = found.info["samples_per_second"], self.model.net
+        module = self.model.net
         assert isinstance(module, Variational)
-        share = batch_rows(self.loop) / self.loop.batch_size  # the rows that were really in a batch
-        own = {"samples_per_second": None if rate is None else rate * share, "sites": module.sites}
-        return dataclasses.replace(found, info={**found.info, **own})
+        return dataclasses.replace(found, info={**found.info, "sites": module.sites})
 
 
 class SVIFramework(Framework):

@@ -29,6 +29,7 @@ from nnx_jax.engines.operators import NNXModelOp
 from nnx_jax.engines.predictive import NumpyroPredictiveOp, SiteError
 from nnx_jax.hooks import EMAHook
 from nnx_jax.step import rng
+from nnx_jax.training_loop import TrainerConfig, TrainingLoop
 from tests.numpyro.posteriors import DATA, ROWS, TRUE, X, Y, exact_line, fit, known_line, line, loop_of, unscaled
 
 
@@ -85,6 +86,29 @@ def test_minibatches_are_as_wide_as_all_rows() -> None:
     for index, name in enumerate(("w", "b")):
         assert found[f"{name}_auto_loc"] == pytest.approx(exact.mean[index], abs=0.5 * exact.sd[index])
         assert found[f"{name}_auto_scale"] == pytest.approx(exact.sd[index], rel=0.2)
+
+
+def test_rows_of_a_batch_are_what_the_loop_says() -> None:
+    """All rows by default; a number stays that number in a copy, in a file and in a TrainerConfig, also 32."""
+    task = NumpyroTask(known_line)
+    for plain in (loop_of(task), loop_of(task).replace(seed=1)):
+        assert (plain.batch_size, batch_rows(plain)) == (None, ROWS)
+    some = loop_of(task, batch_size=32)
+    assert batch_rows(some) == batch_rows(some.replace(seed=1)) == some.state()["batch_size"] == 32
+    assert some.identity() != loop_of(task).identity()
+    fields: dict[str, Any] = {"dataset": DATA, "task": task, "backend": "numpyro-svi"}
+    assert batch_rows(TrainingLoop(config=TrainerConfig(max_steps=3), **fields)) == ROWS
+    assert batch_rows(TrainingLoop(config=TrainerConfig(max_steps=3, batch_size=32).replace(seed=1), **fields)) == 32
+    assert batch_rows(loop_of(task, batch_size=1000)) == ROWS
+
+
+def test_the_default_optimizer_is_adam_without_decay() -> None:
+    """Decay would be a prior on the guide's parameters: three updates from the same start, bit for bit."""
+    task = NumpyroTask(known_line)
+    plain = fit(loop_of(task, max_steps=3, optimizer_config=None)).operator
+    adam = fit(loop_of(task, max_steps=3, optimizer_config={"name": "adam", "lr": 3e-4})).operator
+    for name, value in plain.guide_arrays().items():
+        np.testing.assert_array_equal(value, adam.guide_arrays()[name])
 
 
 def test_one_compile_for_100_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +277,7 @@ def test_float64() -> None:
     """Parameters, draws and predictions of both backends, in a process of its own."""
     code = """
 import numpy as np
+from nnx_jax.training_loop import TrainerConfig, TrainingLoop
 from tests.numpyro.posteriors import *
 from nnx_jax.engines.bayes import NumpyroTask
 task = NumpyroTask(line, num_warmup=20, num_samples=20)
