@@ -123,12 +123,12 @@ class HyperSweep(StatefulOperator):
         n_trials: at most so many trials; None for all points.
         sweep_id: of every result; by default one of its own.
         on_trial: called as (SweepCarryState, SweepResult) after every trial.
-        on_error: "record" goes on after a loop that raises, "raise" ends there.
+        on_error: "record" goes on after a template or loop that raises, "raise" ends there.
         keep: whose operators are kept in memory.
         storage: a directory that keeps the results; the same sweep called again goes on after them.
 
     Raises:
-        TypeError: a template or a point that is none.
+        TypeError: a template or a point that is none, or a template that returns no TrainingLoop.
         ConfigError: (a ValueError) everything else that is wrong.
     """
 
@@ -195,16 +195,18 @@ class HyperSweep(StatefulOperator):
             self.search_space.tell(point, found.metric)
 
     def _try(self, index: int, point: Point) -> SweepResult:
-        loop = self.loop_template(dict(point))
-        if not isinstance(loop, TrainingLoop):
-            raise TypeError(f"loop_template returned {type(loop).__name__} for {dict(point)}; return a TrainingLoop")
+        self._check_writable(index, point)
         try:
-            operator, artifact = loop.run()
+            loop = self.loop_template(dict(point))
+            trained = loop.run() if isinstance(loop, TrainingLoop) else None
         except Exception as error:
             if self.on_error == "raise":
                 raise
             told = f"{type(error).__name__}: {error}"
             return self._saved(SweepResult(self.sweep_id, index, dict(point), None, status="failed", error=told))
+        if trained is None:
+            raise TypeError(f"loop_template returned {type(loop).__name__} for {dict(point)}; return a TrainingLoop")
+        operator, artifact = trained
         metrics = {n: math.nan if v is None else v for n, v in artifact.backend_info.get("final_metrics", {}).items()}
         value = self._selected(metrics)
         done = SweepResult(self.sweep_id, index, dict(point), value, metrics, operator=operator, artifact=artifact)
@@ -254,6 +256,20 @@ class HyperSweep(StatefulOperator):
         if self.storage is None:
             return None
         return fsio.make_dir(self.storage) / f"{index:05d}.json"
+
+    def _check_writable(self, index: int, point: Point) -> None:
+        """Refuse a point that no file can hold before its training is paid for.
+
+        Raises:
+            ConfigError: (a ValueError) there is a storage, and the point has a value that is no plain one.
+        """
+        if self.storage is None:
+            return
+        try:
+            codec.canonical_json(dict(point))
+        except ConfigError as error:
+            told = f"point {index} cannot be stored: {error}; give plain values, or no storage"
+            raise ConfigError(told, path="storage") from None
 
     def _saved(self, result: SweepResult) -> SweepResult:
         path = self._path(result.trial_index)

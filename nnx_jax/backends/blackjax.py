@@ -17,7 +17,7 @@ from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.facts import Stopwatch, about, peak_memory
 from nnx_jax.backends.gradient import Last, Recipe, Stage
 from nnx_jax.backends.parts import split_callbacks
-from nnx_jax.backends.stored import LoopMark, writing
+from nnx_jax.backends.stored import LoopMark, stage_before, writing
 from nnx_jax.core.errors import ConfigError, ModelError
 from nnx_jax.data.dataset import TrainingDataset
 from nnx_jax.engines.blackjax import BlackjaxEngine
@@ -221,7 +221,8 @@ class _Sampling(Stage):
         if task.numpyro_task is not None:
             check_site(task.numpyro_task, loop.dataset.take(np.arange(1))["x"])
         self.model: Any = BlackjaxModel(task, self.shape)
-        self.last, self.known, self.mark = Last(), None, LoopMark(loop.get_config())
+        self.last, self.known = Last(), None
+        self.mark = LoopMark(loop, None, stage_before(loop, state), self._told)
         mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
             loop,

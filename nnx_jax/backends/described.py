@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,17 @@ def identified(value: Any) -> Any:
     if isinstance(value, Spec):
         with contextlib.suppress(ConfigError):
             return value.content_hash()
+        return _fields(value, value.changed())  # it holds something that only Python has
     if isinstance(value, Mapping):
         return {str(name): identified(item) for name, item in value.items()}
     if type(value) in (list, tuple):
         return [identified(item) for item in value]
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith("nnx_jax."):  # the task of a posterior
+        return _fields(value, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     return describe_function(value)
+
+
+def _fields(value: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+    """The class of a value and what it holds by name; what is None is left out."""
+    told = {name: identified(item) for name, item in held.items() if item is not None}
+    return {"class": type(value).__qualname__, **told}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nnx_jax.backends.described import described, identified
 from nnx_jax.core import codec
 from nnx_jax.core.errors import ConfigError, LeaseHeldError, NnxError, ResumePointError
-from nnx_jax.loop.components import ComponentSpec
+from nnx_jax.core.hashing import content_hash
+from nnx_jax.loop.components import ComponentSpec, revived
 from nnx_jax.runs.best import run_ids
 from nnx_jax.runs.layout import LAST, RunPaths
 from nnx_jax.runs.lease import acquire, is_elsewhere, live_owner
@@ -20,43 +22,125 @@ from nnx_jax.runs.manifest import read_manifest
 from nnx_jax.runs.resume import ResumePoint, probe, read_generation, read_point
 from nnx_jax.runs.retain import take_census
 
-FIELDS = ("dataset", "optimizer_config", "batch_size", "accumulate", "seed", "loss", "task", "precision", "hooks")
-"""What makes the updates, besides the model: a commit of a loop that differs in one of these is not gone on from."""
+SETTINGS = ("batch_size", "accumulate", "seed", "precision", "backend")
+PARTS = ("optimizer_config", "loss", "task", "metrics", "hooks")
+"""With the dataset, the model and the stages before: what makes the updates. A commit of a loop that differs in one of
+these is not gone on from."""
 _LEASE = "loop"  # the name under which the whole directory is leased
 _MARK = "training_loop"
 
 
 class LoopMark:
-    """Which loop made a commit, kept inside the commit as a component of the run.
+    """Which loop made a commit and what it came to, kept inside the commit as a component of the run.
 
     Args:
-        config: `TrainingLoop.get_config()`.
+        loop: the TrainingLoop.
+        model: what `structure` says of the network it trains; None where there is none.
+        stage: what `stage_before` says of the state it begins with.
+        tell: () -> (values by name, why a callback asked for the end or None), as of now.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.fields = {name: codec.canonical_json(config[name]).decode() for name in FIELDS}
+    def __init__(
+        self,
+        loop: Any,
+        model: Mapping[str, Any] | None,
+        stage: str | None,
+        tell: Callable[[], tuple[Mapping[str, float], str | None]],
+    ) -> None:
+        known = {name: getattr(loop, name) for name in SETTINGS} | {n: identified(getattr(loop, n)) for n in PARTS}
+        known |= {"dataset": described(loop.dataset), "model": model, "state": stage}
+        self.fields = {name: codec.canonical_json(value).decode() for name, value in known.items()}
+        self.max_steps, self.tell = loop.max_steps, tell
+        self.callbacks = codec.canonical_json(described(loop.callbacks)).decode()
 
     def component_spec(self) -> ComponentSpec:
         """Its name in a generation; a commit without it can be gone on from all the same."""
         return ComponentSpec(_MARK, 1, required=False)
 
     def component_state(self) -> dict[str, Any]:
-        """Return the fields as JSON texts."""
-        return {"fields": dict(self.fields)}
+        """Return the fields as JSON texts, the values, and the stop with the length and callbacks it was asked in."""
+        values, reason = self.tell()
+        stop = {"reason": reason, "max_steps": self.max_steps, "callbacks": self.callbacks}
+        return {
+            "fields": dict(self.fields),
+            "values": {name: float(value) for name, value in values.items()},
+            "stop": None if reason is None else stop,
+        }
 
     def load_component_state(self, state: Mapping[str, Any], *, version: int = 1) -> None:
         """Stay as it is: the commits to come are those of this loop."""
 
     def difference(self, host: Mapping[str, Any]) -> str | None:
         """Say in which field a commit's loop is another one: "batch_size: 32 there, 16 here"; None for none."""
-        stored = host["components"].get(_MARK)
+        stored = _stored_mark(host)
         if stored is None:
             return "loop: it was made by another face (NNModel or Trainer) there, by a TrainingLoop here"
-        then = stored["state"]["fields"]
+        then = stored["fields"]
         for name, now in self.fields.items():
-            if then.get(name) != now:
-                return f"{name}: {then.get(name, 'nothing')} there, {now} here"
+            if then.get(name) == now:
+                continue
+            if name == "model" and name in then:
+                return f"model: {_unlike(codec.parse_json(then[name]), codec.parse_json(now))}"
+            if name == "state":
+                return "state: it was called after another stage, or after none, than this one"
+            return f"{name}: {then.get(name, 'nothing')} there, {now} here"
         return None
+
+    def ended(self, host: Mapping[str, Any]) -> str | None:
+        """Why a commit is the end of this loop: a callback asked for it, and the loop is no longer than it was then.
+
+        A loop with other callbacks goes on.
+        """
+        stop = None if self.difference(host) is not None else (_stored_mark(host) or {}).get("stop")
+        final = stop is not None and self.max_steps <= stop["max_steps"] and self.callbacks == stop["callbacks"]
+        return stop["reason"] if stop is not None and final else None
+
+    def values(self, host: Mapping[str, Any]) -> dict[str, float]:
+        """The values that the loop had come to at a commit, by name."""
+        return dict((_stored_mark(host) or {}).get("values", {}))
+
+
+def structure(operator: Any, layers: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What a mark knows of a network: classes, the settings of its layers, and its leaves without their numbers.
+
+    Args:
+        layers: name and digest of the layers.
+        weights: every parameter and statistic by name.
+    """
+    leaves = {name: f"{array.dtype}{list(array.shape)}" for name, array in sorted(weights.items())}
+    return {"class": type(operator).__qualname__, "layers": layers, "leaves": leaves}
+
+
+def stage_before(loop: Any, state: Any) -> str | None:
+    """Return a digest of the stages that a loop is called after; None where it is the first.
+
+    Args:
+        state: the TrainerCarryState it is called with, or None. The loop's own is no stage before it.
+    """
+    if state is None or not state.loop:
+        return None
+    stored = _stored_mark(state.host or {"components": {}})
+    if state.loop == loop.identity():
+        return None if stored is None else codec.parse_json(stored["fields"]["state"])  # type: ignore[return-value]
+    return state.loop if stored is None else content_hash(stored["fields"])
+
+
+def _stored_mark(host: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the mark in what the host kept of a commit."""
+    entry = host["components"].get(_MARK)
+    return None if entry is None else revived(entry["state"])
+
+
+def _unlike(then: Any, now: Any) -> str:
+    """The first leaf, else the class or the layers, in which two networks differ."""
+    if then is None or now is None:
+        return f"{'none' if then is None else then['class']} there, {'none' if now is None else now['class']} here"
+    for name in sorted({*then["leaves"], *now["leaves"]}):
+        left, right = (each["leaves"].get(name, "nothing") for each in (then, now))
+        if left != right:
+            return f"{name} is {left} there, {right} here"
+    name = "class" if then["class"] != now["class"] else "layers"
+    return f"its {name} {then[name]} there, {now[name]} here"
 
 
 @contextlib.contextmanager
@@ -147,18 +231,21 @@ def starting_point(folder: str | Path, mark: LoopMark, resume: str) -> tuple[Res
     Raises:
         ConfigError: (a ValueError) there are commits, and all of them are of loops that differ from this one; it names
             the field. `resume` "weights_only" takes the newest one's weights instead, "full" all of it.
-        ResumePointError: (a ValueError) every commit of this loop is damaged.
+        ResumePointError: (a ValueError) every commit of this loop is damaged; or all are of another network.
     """
     own, other = _search(folder, mark)
     if own is not None or other is None:
         return own, True
     if resume == "auto":
-        told = f"{other.paths.root} holds commits of another loop: {mark.difference(other.host)}"
-        raise ConfigError(
-            f"{told}; use the same settings, give another checkpoint_dir, or take the weights alone with "
-            "resume='weights_only'",
-            path=f"TrainingLoop.{(mark.difference(other.host) or '').partition(':')[0]}",
+        unlike = mark.difference(other.host) or ""
+        field = unlike.partition(":")[0]
+        told = (
+            f"{other.paths.root} holds commits of another loop: {unlike}; use the same settings, give another "
+            "checkpoint_dir, or take the weights alone with resume='weights_only'"
         )
+        if field == "model":
+            raise ResumePointError(told)
+        raise ConfigError(told, path=f"TrainingLoop.{field}")
     return other, resume == "full"
 
 
