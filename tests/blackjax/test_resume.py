@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.blackjax import run
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.core.errors import NonFiniteError, ResumePointError
+from nnx_jax.core.errors import ConfigError, NonFiniteError
+from nnx_jax.engines.blackjax_task import BlackjaxTask
 from nnx_jax.engines.chains import BlackjaxPredictiveOp
 from nnx_jax.training_loop import TrainingLoop
-from tests.blackjax.toy import dataset, draw, engine_of, gaussian, normal_mean, positions
+from tests.blackjax.toy import dataset, draw, engine_of, gaussian, normal_mean, positions, wide
 
 HMC = {"sampler": "hmc", "num_warmup": 60, "num_chains": 2, "num_integration_steps": 3}
 
@@ -120,10 +122,17 @@ def test_minibatches_go_on_where_they_stood(tmp_path: Path) -> None:
 
 
 def test_refuses_the_chains_of_another_target(tmp_path: Path) -> None:
+    """Another density, start or setting of the sampler is another task, also where no draw is left to make."""
     where = {"checkpoint_dir": tmp_path / "runs"}
-    run(loop(gaussian(**HMC), 3, **where), None)
-    with pytest.raises(ResumePointError, match="target"):
-        run(loop(gaussian(**{**HMC, "target_acceptance_rate": 0.7}), 6, **where), None)
+    first = run(loop(gaussian(**HMC), 3, **where), None)
+    narrow = BlackjaxTask(lambda position: 2 * wide(position), {"m": jnp.zeros(2)}, **HMC)
+    for task, count in ((gaussian(**{**HMC, "target_acceptance_rate": 0.7}), 6), (narrow, 3)):
+        with pytest.raises(ConfigError, match=r"another loop: task.*another checkpoint_dir"):
+            run(loop(task, count, **where), None)
+    again = run(loop(gaussian(**HMC), 3, **where), None)
+    assert np.array_equal(draws(again), draws(first))
+    assert again.info["final_metrics"] == first.info["final_metrics"]
+    assert set(again.info["final_metrics"]) >= {"acceptance_rate"}
 
 
 def test_a_broken_chain_is_an_error_or_an_end() -> None:

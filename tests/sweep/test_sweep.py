@@ -120,6 +120,29 @@ def test_nan_ranks_last_and_a_failure_is_recorded(mode: str) -> None:
         sweep(-1.0, 1.0, on_error="raise").run()
 
 
+def test_a_point_that_makes_no_loop_is_a_failed_trial(tmp_path: Path) -> None:
+    """A template that raises is recorded like a loop that does, and stored; a wrong return is the caller's mistake."""
+
+    def template(point: dict[str, Any]) -> TrainingLoop:
+        return loop_of({"lr": 1.0}).replace(batch_size=point["size"])
+
+    given: dict[str, Any] = {"loop_template": template, "search_space": [{"size": 0}, {"size": 4}]}
+    results = HyperSweep(**given, storage=tmp_path).run()
+    assert [(result.trial_index, result.status) for result in results] == [(1, "completed"), (0, "failed")]
+    assert results[1].error.startswith("ConfigError: ")
+    assert "batch_size" in results[1].error
+    assert HyperSweep(**given, storage=tmp_path).run()[1].error == results[1].error
+    with pytest.raises(ConfigError, match="batch_size"):
+        HyperSweep(**given, on_error="raise").run()
+
+
+def test_a_point_that_cannot_be_stored_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    """A value that no file can hold is named, and nothing was trained in vain."""
+    with pytest.raises(ConfigError, match=r"(?s)point 0 cannot be stored.*plain values"):
+        HyperSweep(loop_template=loop_of, search_space=[{"lr": 1.0, "of": object()}], storage=tmp_path).run()
+    assert told.RUNS == []
+
+
 def test_only_what_is_asked_is_kept_in_memory() -> None:
     """By default the best model alone."""
     kept: Callable[..., list[int]] = lambda keep: sorted(  # noqa: E731

@@ -12,20 +12,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from nnx_jax.backends.stored import commits
+from nnx_jax.backends.stored import LoopMark, commits
 from nnx_jax.core.errors import ConfigError, LeaseHeldError, ModelError, ResumePointError
 from nnx_jax.data.pipeline import Feed
-from nnx_jax.loop.step_builtin import Checkpoint
+from nnx_jax.engines.operators import NNXModelOp
+from nnx_jax.loop.step_builtin import Checkpoint, EarlyStopping
 from nnx_jax.runs.best import run_ids
 from nnx_jax.runs.layout import RunPaths
 from nnx_jax.runs.lease import read_owner
 from nnx_jax.runs.resume import find_point
 from nnx_jax.training_loop import TrainingLoop
 from tests.training_loop.scenes import Diary, Line, loop, model
-from tests.training_loop.stage_scenes import own, same, ten
+from tests.training_loop.stage_scenes import Net, own, same, ten
 
 ROOT = Path(__file__).resolve().parents[2]
 DROPOUT = 0.3
@@ -172,6 +175,95 @@ def test_another_training_is_not_gone_on_from(ten_of_ten: Path, field: str, chan
     with pytest.raises(ConfigError, match=rf"(?s){field}.*weights_only"):
         dropped(max_steps=15, checkpoint_dir=ten_of_ten, **changes)(None, None)
     assert steps(ten_of_ten) == before
+
+
+def squares(predicted: Any, target: Any) -> Any:
+    return jnp.mean((predicted - target) ** 2)
+
+
+def distances(predicted: Any, target: Any) -> Any:
+    return jnp.mean(jnp.abs(predicted - target))
+
+
+class Narrow(Net):
+    """Another network with the same leaves."""
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x) * 0.5
+
+
+@dataclasses.dataclass
+class Weighed:
+    """A task with a number of its own."""
+
+    factor: float = 1.0
+
+    def loss_fn(self, net: Any, batch: Any, key: Any) -> Any:
+        return self.factor * squares(net(batch[0]), batch[1])
+
+
+def test_other_functions_and_networks_are_not_gone_on_from(tmp_path: Path) -> None:
+    """What only Python has is known by its text and settings, not by its class: functions, optax, tasks, layers."""
+    plain: dict[str, Any] = {"model_op": own(), "loss": squares, "optimizer_config": optax.sgd(0.01), "max_steps": 2}
+    loop(**plain, checkpoint_dir=tmp_path)(None, None)
+    for field, changes in {
+        "loss": {"loss": distances},
+        "optimizer_config": {"optimizer_config": optax.sgd(0.5)},
+        "task": {"task": Weighed(), "loss": None},
+        "metrics": {"metrics": ("mae",)},
+        "model": {"model_op": NNXModelOp(Narrow())},
+    }.items():
+        with pytest.raises(ValueError, match=f"another loop: {'loss' if field == 'task' else field}"):
+            loop(**{**plain, **changes}, checkpoint_dir=tmp_path)(None, None)
+    same_again = loop(**{**plain, "model_op": own(3), "optimizer_config": optax.sgd(0.01)}, checkpoint_dir=tmp_path)
+    assert same_again._train(None).info["final_step"] == 2
+
+
+def test_a_task_counts_with_its_settings() -> None:
+    """Two tasks of one class are told apart by their numbers, and equal ones are not."""
+    marks = [
+        LoopMark(loop(task=task, loss=None), None, None, lambda: ({}, None)).fields["task"]
+        for task in (Weighed(), Weighed(), Weighed(2.0))
+    ]
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_a_later_stage_does_not_take_the_commits_of_an_earlier_one(tmp_path: Path) -> None:
+    """Two stages of equal settings and other weights share no directory; each has its own, and both go on there."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    state = dropped(max_steps=3, checkpoint_dir=first)(None, None)[1]
+    with pytest.raises(ConfigError, match=r"another stage.*another checkpoint_dir"):
+        dropped(start=1, max_steps=3, checkpoint_dir=first)(None, state)
+    after = dropped(start=1, max_steps=3, checkpoint_dir=second)
+    found, left = after(None, state)
+    again, _ = after(None, dropped(start=7, max_steps=3, checkpoint_dir=first)(None, None)[1])
+    assert left.step == 6
+    assert same(found, again)
+    assert same(found, after(None, left)[0])
+
+
+def test_a_finished_loop_gives_its_values_again(tmp_path: Path) -> None:
+    """What it came to is in the commit, so a sweep that is called again can compare it."""
+    given: dict[str, Any] = {"max_steps": 4, "checkpoint_dir": tmp_path, "val_dataset": Line()}
+    first, again = (loop(**given)._train(None).info for _ in range(2))
+    assert set(first["final_metrics"]) >= {"loss", "val_loss"}
+    assert again["final_metrics"] == first["final_metrics"]
+
+
+def test_a_stop_that_was_asked_for_stands(tmp_path: Path) -> None:
+    """Stopped early, a loop called again trains nothing and says why; a longer one, or one without the stop, goes on."""
+    given: dict[str, Any] = {"checkpoint_dir": tmp_path, "val_dataset": Line(), "eval_every_n_steps": 2}
+    ends = [EarlyStopping("val_loss", patience=1, min_delta=100.0)]
+    found = [loop(max_steps=12, callbacks=ends, **given)._train(None) for _ in range(3)]
+    assert [each.info["final_step"] for each in found] == [4, 4, 4]
+    assert all("early stopping" in each.info["stop_reason"] for each in found)
+    assert same(found[0].operator, found[2].operator)
+    resumed = loop(max_steps=12, callbacks=ends, val_dataset=Line(), eval_every_n_steps=2)._train(found[0].state)
+    assert resumed.info["final_step"] == 4
+    longer = loop(max_steps=14, callbacks=ends, **given)._train(None)
+    assert longer.info["final_step"] == 6
+    free = loop(max_steps=12, **given)._train(None)
+    assert (free.info["final_step"], free.info["stop_reason"]) == (12, None)
 
 
 def test_weights_only_begins_a_training_of_its_own_from_them(held: Path) -> None:
