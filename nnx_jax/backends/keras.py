@@ -10,10 +10,11 @@ import numpy as np
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.optimizers import read_optimizer
-from nnx_jax.backends.outside import Outside, check_fields, endless, scored
+from nnx_jax.backends.outside import Outside, check_fields, counted, endless, scored, weighs_rows
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.engines.keras import KerasModelOp, copied, keras_module
 from nnx_jax.objectives.operators import as_loss
+from nnx_jax.objectives.terms import total_value
 from nnx_jax.params.optim import NNOptimParams
 
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "lion": "Lion"}
@@ -42,7 +43,7 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
         raise ConfigError(told, path="TrainingLoop.optimizer_config")
     shape = loop.dataset.info.get("input_shape")
     show = lambda: op.of(model, input_shape=None if shape is None else tuple(shape))  # noqa: E731
-    outside = Outside(loop, show)
+    outside = Outside(loop, show, state)
     model.compile(optimizer=_optimizer(keras, optim, loop.accumulate), loss=_loss(keras, loop))
     error: BaseException | None = None
     try:
@@ -56,7 +57,7 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model.reset_metrics()
-                losses.append(float(model.train_on_batch(batch["x"], batch["y"])))
+                losses.append(float(model.train_on_batch(batch["x"], batch["y"], sample_weight=batch.get("weight"))))
             if len(losses) == loop.accumulate:
                 outside.updated(float(np.mean(losses)), rate)
                 losses = []
@@ -71,23 +72,28 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
 
 
 def _loss(keras: Any, loop: Any) -> Any:
-    """The loss as Keras calls it, (targets, outputs); a full batch, so a mean over rows.
+    """The loss as Keras calls it, (targets, outputs, weights of the rows or None); a full batch, so a mean over rows.
 
     Raises:
-        ConfigError: (a ValueError) the loss computes with JAX arrays, and Keras does not.
+        ConfigError: (a ValueError) the loss computes with JAX arrays, and Keras does not; or the rows have weights, and
+            it is a function that knows none.
     """
     if keras.backend.backend() != "jax":
         if not callable(loop.loss):
             told = f"this loss computes with JAX arrays, Keras with {keras.backend.backend()}; set KERAS_BACKEND=jax"
             raise ConfigError(f"{told}, or give a function of its tensors", path="TrainingLoop.loss")
+        if weighs_rows(loop):
+            told = "a function (outputs, targets) says nothing of the column 'weight'; set KERAS_BACKEND=jax"
+            raise ConfigError(f"{told}, or leave the column out", path="TrainingLoop.loss")
         return lambda y, outputs: keras.ops.mean(loop.loss(outputs, y))
     built = as_loss(loop.loss)
 
-    def value(y: Any, outputs: Any) -> Any:
-        terms = built(outputs, {"y": y})
-        return sum(t.scaled * t.weight / (1.0 if t.denominator is None else t.denominator) for t in terms)
+    class Built(keras.losses.Loss):
+        def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            rows = {"y": y_true} if sample_weight is None else {"y": y_true, "weight": sample_weight}
+            return total_value(built(y_pred, rows))
 
-    return value
+    return Built()
 
 
 def _optimizer(keras: Any, optim: NNOptimParams, accumulate: int) -> Any:
@@ -123,11 +129,12 @@ def _optimizer(keras: Any, optim: NNOptimParams, accumulate: int) -> Any:
 
 
 def _evaluate(keras: Any, loop: Any, model: Any) -> dict[str, float]:
-    """The loss over the validation set, a mean over its rows, in evaluation mode."""
-    total, rows = 0.0, 0
+    """The loss over the validation set, a mean over its rows by their weights, in evaluation mode."""
+    total, rows = 0.0, 0.0
     loss = _loss(keras, loop)
     for batch in scored(loop):
-        count = len(batch["y"])
-        total += float(loss(batch["y"], model(batch["x"], training=False))) * count
+        count = counted(batch)
+        weight = {"sample_weight": batch["weight"]} if "weight" in batch else {}
+        total += float(loss(batch["y"], model(batch["x"], training=False), **weight)) * count
         rows += count
-    return {"loss": total / rows}
+    return {"loss": total / rows if rows else float("nan")}

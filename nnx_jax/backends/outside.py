@@ -11,6 +11,7 @@ import numpy as np
 
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carry import TrainerCarryState
+from nnx_jax.backends.checks import evaluation_rows
 from nnx_jax.backends.facts import Stopwatch, about, peak_memory
 from nnx_jax.backends.parts import split_callbacks
 from nnx_jax.core.errors import ConfigError, NonFiniteError
@@ -25,6 +26,8 @@ _REFUSED: Mapping[str, str] = {
     "distributed": "it starts its processes itself",
     "hooks": "hooks are compiled into this project's own step",
     "metrics": "measure them in a callback's on_eval_end, or with the trained operator",
+    "checkpoint_every_n_steps": "commits are made by this project's own loop",
+    "max_checkpoints_to_keep": "commits are made by this project's own loop",
     "on_nonfinite": "a loss that is not finite always ends the run",
 }
 _PASSED_OVER: Mapping[str, str] = {
@@ -74,16 +77,29 @@ def scored(loop: Any) -> Iterator[Batch]:
     return iter(Feed(loop.val_dataset, batch_size=loop.batch_size, tail="keep", shuffle=False, augment=False).batches())
 
 
+def weighs_rows(loop: Any) -> bool:
+    """Rows to train or to evaluate on have a column `weight`."""
+    return any("weight" in each.columns for each in (loop.dataset, loop.val_dataset) if each is not None)
+
+
+def counted(batch: Batch) -> float:
+    """What a batch of the validation set counts for in a mean: the sum of its weights, its rows where it has none."""
+    return float(np.sum(batch["weight"])) if "weight" in batch else float(len(batch["mask"]))
+
+
 class Outside:
     """Tells a loop's callbacks and writer of updates that are made elsewhere.
 
     Args:
         loop: the TrainingLoop.
         show: makes the operator with the weights of this moment.
+        state: what an earlier loop left; its weights are begun with, and its updates are counted.
     """
 
-    def __init__(self, loop: Any, show: Callable[[], Any]) -> None:
+    def __init__(self, loop: Any, show: Callable[[], Any], state: TrainerCarryState | None = None) -> None:
         self.loop, self.step = loop, 0
+        self.earlier = 0 if state is None else state.step
+        self.val = evaluation_rows(loop.val_dataset)
         mine, step_form = split_callbacks(loop.callbacks)
         self.steps = StepCallbacks(
             loop, step_form, loop.metric_writer, loop.log_every_n_steps, lambda ctx: show(),
@@ -102,7 +118,7 @@ class Outside:
     @property
     def evaluates(self) -> bool:
         """An evaluation is due after this update, which may be the last one."""
-        if self.loop.val_dataset is None:
+        if self.val is None:
             return False
         return self.step % self.loop.eval_every_n_steps == 0 or self.step == self.loop.max_steps or self.stops
 
@@ -140,7 +156,9 @@ class Outside:
         """What the training leaves."""
         loop = self.loop
         epoch = 0 if loop.steps_per_epoch is None else self.step // loop.steps_per_epoch
-        state = TrainerCarryState(operator, None, self.step, epoch, dict(self.metrics), loop=loop.identity())
+        state = TrainerCarryState(
+            operator, None, self.earlier + self.step, epoch, dict(self.metrics), loop=loop.identity()
+        )
         info = {
             **about(loop.backend, packages),
             **self.watch.facts(self.step * loop.batch_size * loop.accumulate),

@@ -1,22 +1,27 @@
-"""A TrainingLoop that Lightning's Trainer runs: the same batches, loss and optimizer, in its loop."""
+"""A TrainingLoop that Lightning's Trainer runs: the same batches, loss and optimizer, in its loop.
+
+The key that a task's functions get is a number: the count of updates so far in `loss_fn`, `EVALUATION_KEY` in an
+evaluation, whenever it is.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from nnx_jax.backends.base import Trained
 from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.backends.optimizers import read_optimizer
-from nnx_jax.backends.outside import Outside, check_fields, endless, scored
+from nnx_jax.backends.outside import Outside, check_fields, counted, endless, scored, weighs_rows
+from nnx_jax.backends.tasks import as_pair
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.objectives.operators import MSE, LossOperator
+from nnx_jax.objectives.terms import LossTerm
 from nnx_jax.params.losses import LossParams
 from nnx_jax.torch.batches import real_rows
 from nnx_jax.torch.losses import build_loss
@@ -25,6 +30,8 @@ from nnx_jax.torch.optim import Part
 
 _PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 _CPU = torch.device("cpu")
+EVALUATION_KEY = 0x0E7A1
+"""What a task gets as its key in an evaluation, so that every evaluation is of the same draws."""
 
 
 def run(loop: Any, state: TrainerCarryState | None) -> Trained:
@@ -47,7 +54,7 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
     module = copy.deepcopy(op.module)
     shape = loop.dataset.info.get("input_shape")
     show = lambda: op.of(copy.deepcopy(module), input_shape=None if shape is None else tuple(shape))  # noqa: E731
-    outside = Outside(loop, show)
+    outside = Outside(loop, show, state)
     lit = _lightning_module(lightning, loop, module, Part(optim, schedule, dict(module.named_parameters())), outside)
     if loop.precision not in _PRECISIONS:
         raise ConfigError(f"got {loop.precision!r}; Lightning trains in {', '.join(_PRECISIONS)}", path="precision")
@@ -79,10 +86,13 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
 
 
 def loss_of(loop: Any) -> Any:
-    """The loss of a loop as a function of torch's (outputs, targets) -> scalar, the mean over a full batch.
+    """The loss of a loop as a function of torch's (outputs, batch) -> scalar, the mean over a batch by its weights.
+
+    A mean over no weight is 0. A window is the mean of its microbatches, each divided by its own weights.
 
     Raises:
-        ConfigError: (a ValueError) it computes with JAX arrays.
+        ConfigError: (a ValueError) it computes with JAX arrays; or the rows have weights, and it is a function that
+            knows none.
     """
     if loop.task is not None:
         return None
@@ -93,17 +103,25 @@ def loss_of(loop: Any) -> Any:
         told = f"{type(given).__name__} computes with JAX arrays; give the kind of a built-in loss ('mse', "
         raise ConfigError(f"{told}'cross_entropy', ...) or a function of torch tensors", path="TrainingLoop.loss")
     if not isinstance(given, str | LossParams):
-        return lambda outputs, y: _scalar(given(outputs, y))
+        if weighs_rows(loop):
+            told = "a function (outputs, targets) says nothing of the column 'weight'; give the kind of a built-in loss"
+            raise ConfigError(f"{told}, or a task, whose batch has it", path="TrainingLoop.loss")
+        return lambda outputs, batch: _scalar(given(outputs, batch["y"]))
     built = build_loss(given)
 
-    def value(outputs: Any, y: Any) -> torch.Tensor:
-        rows = {"y": y, "mask": torch.ones(len(y))}
-        found = built(outputs, rows)
-        parts = [t.scaled * t.weight / (1.0 if t.denominator is None else t.denominator) for t in found]
+    def value(outputs: Any, batch: Any) -> torch.Tensor:
+        parts = [_mean(term) * term.weight for term in built(outputs, batch)]
         total: Any = sum(parts[1:], start=parts[0])
         return total
 
     return value
+
+
+def _mean(term: LossTerm) -> Any:
+    """The value of a term: a sum as it is, a mean over no weight is 0."""
+    if term.denominator is None:
+        return term.scaled
+    return term.scaled / torch.where(torch.as_tensor(term.denominator) > 0, term.denominator, 1.0)
 
 
 def _scalar(result: Any) -> torch.Tensor:
@@ -118,8 +136,7 @@ class _Rows(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in endless(self.loop):
-            rows = real_rows(batch, _CPU)
-            yield rows["x"], rows["y"]
+            yield dict(real_rows(batch, _CPU))
 
 
 def _lightning_module(lightning: Any, loop: Any, module: torch.nn.Module, part: Part, outside: Outside) -> Any:
@@ -130,15 +147,26 @@ def _lightning_module(lightning: Any, loop: Any, module: torch.nn.Module, part: 
         def __init__(self) -> None:
             super().__init__()
             self.module = module
-
-        def measure(self, batch: Any, step: int) -> torch.Tensor:
-            if loss is None:
-                found = loop.task.loss_fn(self.module, batch, step)
-                return found[0] if isinstance(found, tuple) else found
-            return loss(self.module(batch[0]), batch[1])
+            self.losses: list[torch.Tensor] = []  # of the window's microbatches, before Lightning divides them
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self.measure(batch, outside.step)
+            if loss is None:
+                found = loop.task.loss_fn(self.module, as_pair(batch), outside.step)
+                value = found[0] if isinstance(found, tuple) else found
+            else:
+                value = loss(self.module(batch["x"]), batch)
+            self.losses.append(value.detach())
+            return value
+
+        def measured(self, batch: Any) -> Mapping[str, Any]:
+            """The values of one batch of the validation set."""
+            if loss is not None:
+                return {"loss": loss(self.module(batch["x"]), batch)}
+            if (function := getattr(loop.task, "eval_fn", None)) is not None:
+                return function(self.module, as_pair(batch), EVALUATION_KEY)
+            found = loop.task.loss_fn(self.module, as_pair(batch), EVALUATION_KEY)
+            value, more = found if isinstance(found, tuple) else (found, {})
+            return {**more, "loss": value}
 
         def configure_optimizers(self) -> Any:
             return part.torch
@@ -149,19 +177,21 @@ def _lightning_module(lightning: Any, loop: Any, module: torch.nn.Module, part: 
             part.count += 1
 
         def evaluate(self) -> dict[str, float]:
-            """The loss over the validation set, a mean over its rows."""
-            total, rows = 0.0, 0
+            """The values over the validation set: a task's are means over rows, a loss is one by their weights."""
+            totals: dict[str, float] = {}
+            rows = 0.0
             self.module.eval()
             try:
                 with torch.no_grad():
                     for batch in scored(loop):
-                        held = real_rows(batch, self.device)
-                        count = len(held["y"])
-                        total += float(self.measure((held["x"], held["y"]), outside.step)) * count
+                        count = float(len(batch["mask"])) if loss is None else counted(batch)
+                        for name, value in self.measured(dict(real_rows(batch, self.device))).items():
+                            mean = float(torch.as_tensor(value, dtype=torch.float64).mean())
+                            totals[name] = totals.get(name, 0.0) + mean * count
                         rows += count
             finally:
                 self.module.train()
-            return {"loss": total / rows}
+            return {name: value / rows if rows else float("nan") for name, value in totals.items()}
 
     found = LoopModule()
     found.rate_used = lambda: part.used  # type: ignore[attr-defined]
@@ -172,18 +202,14 @@ def _teller(lightning: Any, outside: Outside) -> Any:
     """The Lightning callback that tells the loop's own ones."""
 
     class Teller(lightning.Callback):
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-
         def on_train_start(self, trainer: Any, module: Any) -> None:
             outside.begin()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            self.losses.append(float(outputs["loss"]) if isinstance(outputs, dict) else float(outputs))
             if trainer.global_step == outside.step:
                 return  # the window is still open
-            losses, self.losses = self.losses, []
-            outside.updated(float(np.mean(losses)), module.rate_used())
+            losses, module.losses = module.losses, []
+            outside.updated(float(torch.stack(losses).mean()), module.rate_used())
             if outside.evaluates:
                 outside.validated(module.evaluate())
             trainer.should_stop = trainer.should_stop or outside.stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+from nnx_jax.backends.keras import _loss
 from nnx_jax.core.errors import ConfigError, ModelError, NonFiniteError
+from nnx_jax.data import ArrayDataset
 from nnx_jax.engines.keras import KerasModelOp, keras_module
 from nnx_jax.objectives.operators import MSE
 from nnx_jax.training_loop import TrainingLoop
-from tests.adapters.told import BATCH, DATA, STEPS, WANTED, Notes, X, Y, batches
+from tests.adapters.told import BATCH, DATA, HALF, STEPS, WANTED, Notes, X, Y, batches
 
 keras = keras_module()
 keras.utils.set_random_seed(0)
@@ -29,13 +32,14 @@ def loop(**more: Any) -> TrainingLoop:
     return TrainingLoop(**{**given, **more})
 
 
-def bare(windows: int = 1, rate: Any = lambda step: 0.1) -> list[np.ndarray]:
-    """The same updates in plain JAX: the arrays in the order of Keras' weights."""
+def bare(windows: int = 1, rate: Any = lambda step: 0.1, weight: Any = jnp.ones_like) -> list[np.ndarray]:
+    """The same updates in plain JAX: the arrays in the order of Keras' weights. `weight(x)`: what rows count for."""
     params = [jnp.asarray(weight) for weight in NET.get_weights()]
 
     def loss(held: Any, x: Any, y: Any) -> Any:
         hidden = jnp.tanh(x @ held[0] + held[1])
-        return jnp.mean((hidden @ held[2] + held[3] - y) ** 2)
+        each = weight(x) * (hidden @ held[2] + held[3] - y) ** 2
+        return jnp.sum(each) / jnp.maximum(jnp.sum(weight(x)), 1)
 
     velocity = [jnp.zeros_like(value) for value in params]
     seen = iter(batches())
@@ -100,6 +104,35 @@ def test_losses_and_refusals(tmp_path: Any) -> None:
         loop(optimizer_config={"name": "yogi", "lr": 0.1}).run()
     with pytest.raises(NonFiniteError, match="update 1"):
         loop(loss=lambda predicted, target: jnp.nan * jnp.sum(predicted)).run()
+
+
+def test_weights_of_rows() -> None:
+    """Rows of weight 0 count for nothing, in an update and in an evaluation, with a built-in loss and a function."""
+    wanted = bare(weight=lambda x: (x > 0).astype(jnp.float32))
+    for given in ("mse", lambda predicted, target: jnp.mean((predicted - target) ** 2)):
+        operator, artifact = loop(dataset=HALF, val_dataset=HALF, loss=given).run()
+        same(operator, wanted)
+        error = float(np.mean((operator(X) - Y)[X > 0] ** 2))
+        assert artifact.backend_info["final_metrics"]["val_loss"] == pytest.approx(error, rel=1e-5)
+    other = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "tensorflow"))
+    with pytest.raises(ConfigError, match="says nothing of the column 'weight'"):
+        _loss(other, loop(dataset=HALF, loss=lambda predicted, target: predicted - target))
+
+
+def test_labels_and_stages() -> None:
+    """Whole numbers stay labels; an empty validation set is a warning; a second stage's updates are counted on."""
+    labels = (X[:, 0] > 0).astype(np.int32)
+    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
+    seen = Notes()
+    rows = ArrayDataset(X, labels)
+    first = loop(model_op=KerasModelOp(net), dataset=rows, loss="cross_entropy", max_steps=1, callbacks=(seen,))
+    _, state = first(None, None)
+    x, y = batches()[0]
+    scores = np.asarray(jax.nn.log_softmax(KerasModelOp(net)(x)))
+    assert seen.losses[0] == pytest.approx(-scores[np.arange(BATCH), (x[:, 0] > 0).astype(int)].mean(), rel=1e-5)
+    with pytest.warns(UserWarning, match="has no rows: nothing is evaluated"):
+        _, state = first.replace(val_dataset=ArrayDataset(X[:0], labels[:0]), seed=1)(None, state)
+    assert state.step == 2
 
 
 def test_the_operator() -> None:

@@ -15,9 +15,10 @@ from nnx_jax.core.errors import ConfigError, ModelError, NonFiniteError
 from nnx_jax.core.operator import Operator
 from nnx_jax.data import ArrayDataset
 from nnx_jax.objectives.operators import KL, MSE
+from nnx_jax.torch.lightning import EVALUATION_KEY
 from nnx_jax.torch.operators import TorchModelOp
 from nnx_jax.training_loop import TrainingLoop
-from tests.adapters.told import BATCH, DATA, STEPS, WANTED, Notes, X, Y, batches
+from tests.adapters.told import BATCH, DATA, HALF, STEPS, WANTED, Notes, X, Y, batches
 
 torch.manual_seed(0)
 NET = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -31,21 +32,37 @@ def loop(**more: Any) -> TrainingLoop:
     return TrainingLoop(**{**given, **more})
 
 
-def bare(windows: int = 1, clip: float | None = None, rate: Any = lambda step: 0.05) -> torch.nn.Module:
-    """The same updates by hand."""
+def squared(net: Any, x: Any, y: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(net(x), y)
+
+
+def squared_half(net: Any, x: Any, y: Any) -> torch.Tensor:
+    """Of the rows with a positive x; 0 where there is none."""
+    return ((net(x) - y) ** 2)[x > 0].sum() / max(1, int((x > 0).sum()))
+
+
+def bare(
+    windows: int = 1, clip: float | None = None, rate: Any = lambda step: 0.05, loss_of: Any = squared,
+    losses: list[float] | None = None,
+) -> torch.nn.Module:  # fmt: skip
+    """The same updates by hand; the mean loss of each window goes into `losses`."""
     net = copy.deepcopy(NET)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     seen = iter(batches())
     for step in range(STEPS):
         optimizer.zero_grad()
+        values = []
         for _ in range(windows):
             x, y = next(seen)
-            loss = torch.nn.functional.mse_loss(net(torch.from_numpy(x)), torch.from_numpy(y))
+            loss = loss_of(net, torch.from_numpy(x), torch.from_numpy(y))
+            values.append(float(loss.detach()))
             (loss / windows).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
+        if losses is not None:
+            losses.append(float(np.mean(values)))
     return net
 
 
@@ -87,8 +104,46 @@ def test_callbacks_are_told(trained: Any) -> None:
 def test_windows_clipping_and_schedules() -> None:
     """Two microbatches of an update, a largest norm, and a rate that moves, as by hand."""
     lr = {"name": "linear", "init_value": 0.05, "end_value": 0.0, "transition_steps": 10}
-    found = loop(accumulate=2, optimizer_config={"name": "adam", "lr": lr, "clip_norm": 0.1}).run()[0]
-    same(found, bare(windows=2, clip=0.1, rate=lambda step: 0.05 * (1 - step / 10)))
+    notes, losses = Notes(), []
+    adam = {"name": "adam", "lr": lr, "clip_norm": 0.1}
+    found = loop(accumulate=2, optimizer_config=adam, callbacks=(notes,)).run()[0]
+    same(found, bare(windows=2, clip=0.1, rate=lambda step: 0.05 * (1 - step / 10), losses=losses))
+    assert notes.losses == pytest.approx(losses, rel=2e-5)  # a window's loss is the mean of its microbatches
+
+
+def test_weights_of_rows() -> None:
+    """Rows of weight 0 count for nothing, in an update and in an evaluation; a function that knows none is refused."""
+    operator, artifact = loop(dataset=HALF, val_dataset=HALF).run()
+    same(operator, bare(loss_of=squared_half))
+    error = float(np.mean((operator(X) - Y)[X > 0] ** 2))
+    assert artifact.backend_info["final_metrics"]["val_loss"] == pytest.approx(error, rel=1e-5)
+    for rows in ({"dataset": HALF}, {"val_dataset": HALF}):
+        with pytest.raises(ConfigError, match="says nothing of the column 'weight'"):
+            loop(**rows, loss=torch.nn.functional.mse_loss).run()
+
+
+def test_a_task_evaluates_itself() -> None:
+    """`eval_fn` gives the values, in evaluation mode and a mean over rows; its key is the same every time."""
+    keys: list[tuple[str, int]] = []
+
+    class Task:
+        def loss_fn(self, model: Any, batch: Any, key: int) -> Any:
+            keys.append(("update", key))
+            return squared(model, *batch), {"rows": len(batch[0])}
+
+    class Judged(Task):
+        def eval_fn(self, model: Any, batch: Any, key: int) -> Any:
+            assert not model.training
+            keys.append(("eval", key))
+            return {"first": batch[0].mean(), "half": 0.5}
+
+    values = loop(loss=None, task=Judged(), max_steps=2, val_dataset=DATA, eval_every_n_steps=1).run()[1]
+    found = values.backend_info["final_metrics"]
+    assert (found["val_first"], found["val_half"]) == (pytest.approx(float(X.mean()), abs=1e-6), pytest.approx(0.5))
+    assert [key for kind, key in keys if kind == "update"] == [0, 1]
+    assert [key for kind, key in keys if kind == "eval"] == [EVALUATION_KEY] * 6  # 10 rows in batches of 4, twice
+    found = loop(loss=None, task=Task(), max_steps=1, val_dataset=DATA).run()[1].backend_info["final_metrics"]
+    assert found["val_rows"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2) / 10)
 
 
 def test_a_stop_and_a_loss_that_is_not_finite() -> None:
@@ -120,11 +175,14 @@ def test_fields_that_do_not_apply(tmp_path: Any) -> None:
     """Each is refused with its reason, or warned of."""
     for field, value in (
         ("sharding", {"data": 2}), ("on_nonfinite", "skip"), ("checkpoint_dir", tmp_path), ("resume", "full"),
+        ("checkpoint_every_n_steps", 5), ("max_checkpoints_to_keep", 1),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"TrainingLoop.{field}: does not apply to the backend 'lightning'"):
             loop(**{field: value}).run()
     with pytest.warns(UserWarning, match="TrainingLoop.debug does not apply"):
         loop(debug=True, max_steps=1).run()
+    with pytest.warns(UserWarning, match="has no rows: nothing is evaluated"):
+        loop(val_dataset=ArrayDataset(X[:0], Y[:0]), max_steps=1).run()
     with pytest.raises(TypeError, match="TorchModelOp"):
         loop(model_op=_Other()).run()
 
@@ -134,10 +192,10 @@ class _Other(Operator):
 
 
 def test_stages() -> None:
-    """A second stage goes on from the weights of the first."""
+    """A second stage goes on from the weights of the first; the state counts the updates of both."""
     first, state = loop()(None, None)
     second, after = loop(max_steps=1)(None, state)
-    assert after.step == 1
+    assert (state.step, after.step) == (STEPS, STEPS + 1)
     assert second.content_hash() != first.content_hash()
     again = loop(max_steps=1, model_op=first).run()[0]
     assert again.content_hash() == second.content_hash()

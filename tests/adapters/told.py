@@ -12,6 +12,8 @@ ROWS, BATCH, STEPS = 10, 4, 7
 X = np.linspace(-1, 1, ROWS, dtype=np.float32)[:, None]
 Y = 2 * X + 1
 DATA = ArrayDataset(X, Y)
+HALF = ArrayDataset({"x": X, "y": Y, "weight": (X[:, 0] > 0).astype(np.float32)})
+"""The same rows, of which those with a negative x count for nothing."""
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
