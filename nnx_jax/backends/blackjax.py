@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nnx_jax.backends.parts import split_callbacks
 from nnx_jax.backends.stored import LoopMark, stage_before, writing
 from nnx_jax.core.errors import ConfigError, ModelError
 from nnx_jax.data.dataset import TrainingDataset
+from nnx_jax.engines.bayes import NumpyroTask
 from nnx_jax.engines.blackjax import BlackjaxEngine
 from nnx_jax.engines.blackjax_batches import Minibatches
 from nnx_jax.engines.blackjax_samplers import make_sampler, require_blackjax
@@ -60,7 +61,8 @@ def run(loop: Any, state: TrainerCarryState | None) -> Trained:
         NonFiniteError: (a FloatingPointError) a draw is not finite and `on_nonfinite` is "raise".
 
     Warns:
-        UserWarning: settings were given that say nothing to a sampler; or tempered SMC has not reached temperature 1.
+        UserWarning: settings of loop or task were given that say nothing to a sampler; or tempered SMC has not reached
+            temperature 1.
     """
     task = as_blackjax_task(loop.task, loop.loss)
     require_blackjax()
@@ -88,6 +90,18 @@ def _check_settings(loop: Any, task: BlackjaxTask) -> None:
     if given:
         told = f"backend 'blackjax' with sampler {task.sampler!r} does not use {', '.join(given)}"
         warnings.warn(told, UserWarning, stacklevel=6)
+    for told in _unused_of(task.numpyro_task, loop.max_steps):
+        warnings.warn(f"backend 'blackjax' does not use NumpyroTask.{told}", UserWarning, stacklevel=6)
+
+
+def _unused_of(source: NumpyroTask | None, draws: int) -> Iterator[str]:
+    """What a NumPyro source asks for in vain: NumPyro's own options, and another number of draws than the loop's."""
+    if source is None:
+        return
+    if source.kernel_options:
+        yield "kernel_options; give BlackjaxTask(numpyro_task=..., target_acceptance_rate=...) for its own"
+    if source.num_samples not in (NumpyroTask.num_samples, draws):
+        yield f"num_samples, {source.num_samples}; max_steps={draws} are the draws of each chain"
 
 
 class BlackjaxFramework(Framework):

@@ -44,7 +44,9 @@ class BlackjaxTask:
         init_position: where every chain starts: an array, or any pytree of arrays.
         init_fn: key -> a position, drawn anew for each chain or particle; in place of `init_position`.
         predict_fn: (position, x) -> prediction for x [N, ...]; what the trained operator averages over the draws.
-        numpyro_task: the NumPyro source; it comes with its own prediction.
+        numpyro_task: the NumPyro source; it comes with its own prediction. Of its settings for samplers `num_warmup`,
+            `num_chains` and `predictive_site` are defaults here; its `num_samples` and `kernel_options` have no effect,
+            and `kernel` has one only where the loop is given the NumpyroTask itself.
         sampler: one of SAMPLERS.
         num_warmup: steps of each chain before the first draw, which adapt step size and mass matrix ("nuts", "hmc",
             "mclmc") or are thrown away ("sgld", "sghmc"). Default: the NumPyro task's, else 1000.
@@ -157,7 +159,10 @@ def _forms(sampler: str) -> tuple[str, ...]:
 
 
 def as_blackjax_task(task: Any, loss: Any = None) -> BlackjaxTask:
-    """Return what a loop was given as a BlackjaxTask with every default filled in; a bare NumpyroTask is one.
+    """Return what a loop was given as a BlackjaxTask with every default filled in.
+
+    A bare NumpyroTask is one: its `kernel` is the sampler, and its warmup, chains and site are taken. Its `num_samples`
+    and `kernel_options` say nothing here: `max_steps` are the draws, and options are those of a BlackjaxTask.
 
     Raises:
         ConfigError: (a ValueError) there is none: samplers are task-first.
@@ -170,7 +175,7 @@ def as_blackjax_task(task: Any, loss: Any = None) -> BlackjaxTask:
             "task=NumpyroTask(model=...)"
         )
     if isinstance(task, NumpyroTask):
-        task = BlackjaxTask(numpyro_task=task)
+        task = BlackjaxTask(numpyro_task=task, sampler=task.kernel)
     if not isinstance(task, BlackjaxTask):
         given = type(task).__name__
         raise TypeError(f"backend 'blackjax' needs task=BlackjaxTask(...) or task=NumpyroTask(...), got {given}")

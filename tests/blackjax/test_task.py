@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_jax.backends.blackjax import run
+from nnx_jax.backends.blackjax import _check_settings, run
 from nnx_jax.core.errors import ConfigError, ModelError
 from nnx_jax.engines.bayes import NumpyroTask
 from nnx_jax.engines.blackjax_task import SAMPLERS, BlackjaxTask, as_blackjax_task, named_leaves
@@ -77,13 +78,31 @@ def test_an_unknown_sampler_is_told_all_there_are() -> None:
 
 
 def test_a_bare_numpyro_task_is_a_task() -> None:
-    """It brings its warmup, chains and site with it. (pipekit:K21)"""
+    """It brings its kernel, warmup, chains and site with it. (pipekit:K21)"""
     bare = NumpyroTask(model, num_warmup=7, num_chains=3, predictive_site="y")
     task = as_blackjax_task(bare)
     assert task == as_blackjax_task(BlackjaxTask(numpyro_task=bare))
     assert (task.sampler, task.num_warmup, task.num_chains, task.predictive_site) == ("nuts", 7, 3, "y")
     own = as_blackjax_task(BlackjaxTask(numpyro_task=bare, num_chains=2, sampler="sgld"))
     assert (own.num_warmup, own.num_chains, own.step_size) == (7, 2, 1e-3)
+    assert as_blackjax_task(NumpyroTask(model, kernel="hmc")).sampler == "hmc"
+
+
+def test_settings_of_a_numpyro_task_without_effect_are_told() -> None:
+    """NumPyro's own options, and a number of draws that is not the loop's; a default asks for nothing."""
+
+    def told(**settings: Any) -> list[str]:
+        task = as_blackjax_task(NumpyroTask(model, **settings))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            _check_settings(loop(task), task)
+        return [str(each.message) for each in seen]
+
+    assert told() == told(num_samples=4) == told(num_samples=1000) == []
+    (found,) = told(num_samples=7)
+    assert "num_samples, 7; max_steps=4 are the draws" in found
+    (found,) = told(kernel_options={"target_accept_prob": 0.9})
+    assert "does not use NumpyroTask.kernel_options; give BlackjaxTask(" in found
 
 
 def test_defaults_depend_on_the_sampler() -> None:
