@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import PrivateAttr
+from pydantic import PlainValidator, PrivateAttr
 
 from nnx_jax.backends.base import load_backend
 from nnx_jax.backends.carry import TrainerCarryState
-from nnx_jax.backends.optimizers import read_optimizer
+from nnx_jax.backends.optimizers import DEFAULT, read_optimizer, settle_optimizer
+from nnx_jax.backends.parts import Part, import_built_in
 from nnx_jax.core.errors import ConfigError, DataError
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.registry import register
+from nnx_jax.core.spec import Keywords
 from nnx_jax.core.stateful import CarryState, StatefulOperator
 from nnx_jax.engines.compile_cache import enable_compile_cache
 from nnx_jax.params.fields import Count, Precision, Seed, Whole
@@ -69,8 +71,8 @@ class OnlineTrainer(StatefulOperator):
     """
 
     model_op: Operator
-    loss: Any = None
-    optimizer_config: Any = None
+    loss: Annotated[Operator | Any, Part("loss")] = None
+    optimizer_config: Annotated[Any, PlainValidator(settle_optimizer)] = DEFAULT
     backend: str = "nnx"
     replay: Whole = 0
     """Past samples in every update."""
@@ -83,6 +85,12 @@ class OnlineTrainer(StatefulOperator):
     _built: Any = PrivateAttr(default=None)
 
     columns: ClassVar[tuple[str, str]] = ("x", "y")
+
+    @classmethod
+    def _normalised(cls, value: Mapping[Any, Any]) -> dict[Any, Any]:
+        if not isinstance(value, Keywords):  # a document: what it names must be registered
+            import_built_in()
+        return super()._normalised(value)
 
     def _apply(self, carrier: Any, state: OnlineState | None = None) -> tuple[Any, OnlineState]:
         """Predict, then learn.

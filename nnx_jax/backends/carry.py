@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nnx_jax.backends.parts import import_built_in
 from nnx_jax.core.errors import ConfigError
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.stateful import CarryState
@@ -66,6 +67,7 @@ class TrainerCarryState(CarryState):
 
         Raises:
             ConfigError: (a ValueError) a field is missing or unknown.
+            UnregisteredError: (a PermissionError) the operator's class is not built in; import its module first.
             ModelError: (a ValueError) the weights do not fit the operator.
         """
         names = [each.name for each in dataclasses.fields(cls)]
@@ -105,6 +107,7 @@ def _text(model: Any) -> str:
 
 def _revived(state: Mapping[str, Any], weights: bytes, template: Any) -> Any:
     """The operator of a state, its module taken from a template where there is one."""
+    import_built_in()  # nothing else may be imported yet
     described: Any = Operator.from_state(state)
     if template is None:
         return described.with_weights(weights)

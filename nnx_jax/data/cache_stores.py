@@ -7,7 +7,7 @@ import importlib
 import io
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,13 @@ class NpyStore:
         """Remove the cache; return whether there was one."""
         return fsio.remove_tree(self._path)
 
+    def discard(self) -> None:
+        """Remove what is there and is not whole; see `_discard`."""
+        _discard(self._path, lambda aside: NpyStore(str(aside)).open() is not None)
+
     @staticmethod
     def rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a mapped column, in memory."""
+        """Return rows of a mapped column, in memory; a folder that was removed since stays readable."""
         return np.asarray(array[rows])
 
     def _mapped(self, index: int) -> np.ndarray:
@@ -224,10 +228,31 @@ class ZarrStore:
         files.rm(path, recursive=True)
         return True
 
-    @staticmethod
-    def rows(array: Any, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a stored column, in the order asked for."""
-        return np.asarray(array.get_orthogonal_selection((rows,)))
+    def discard(self) -> None:
+        """Remove what is there and is not whole; see `_discard`. At an address there is no rename to move it with."""
+        if not self._remote:
+            _discard(Path(self._path), lambda aside: ZarrStore(str(aside)).open() is not None)
+        elif self.open() is None:
+            self.remove()
+
+    def rows(self, array: Any, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a stored column, in the order asked for.
+
+        Raises:
+            DataError: a chunk is gone since the cache was opened; zarr reads it as zeros.
+        """
+        found = np.asarray(array.get_orthogonal_selection((rows,)))
+        if found.size:
+            blank = ~found.reshape(len(rows), -1).any(axis=1)
+            for chunk in np.unique(rows[blank] // array.chunks[0]).tolist():
+                self._check_there(array, chunk)
+        return found
+
+    def _check_there(self, array: Any, chunk: int) -> None:
+        """Check that the rows' zeros are stored ones. A chunk has whole rows, so only its first number varies."""
+        key = array.metadata.encode_chunk_key((chunk, *(0,) * (array.ndim - 1)))
+        if not _imported("zarr.core.sync").sync((array.store_path / key).exists()):
+            raise DataError(f"{array.store_path}/{key} is gone: the cache was removed while it was read; ask again")
 
     def _group(self, path: str, mode: str) -> Any:
         storage = self._zarr.storage
@@ -247,6 +272,25 @@ class ZarrStore:
                 arrays[name][start : start + rows] = chunk[name]
             start += rows
         group.attrs["cache"] = manifest.written()
+
+
+def _discard(path: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Remove a folder that is no whole cache, unless another process has put a whole one there meanwhile.
+
+    It is moved aside first and judged where nobody else can change it.
+    """
+    if path.is_symlink() or not path.is_dir():
+        fsio.remove_tree(path)  # which says what is wrong with it
+        return
+    if is_whole(path):
+        return
+    aside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}")
+    with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+        fsio.replace_dir(path, aside)
+        if is_whole(aside):
+            with contextlib.suppress(FileExistsError):
+                fsio.replace_dir(aside, path)
+        fsio.remove_tree(aside)
 
 
 def _array(index: int) -> str:

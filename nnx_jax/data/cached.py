@@ -28,7 +28,9 @@ class CachedDataset(TrainingDataset):
     The cache is written on first use, into a temporary that takes its place by one rename once every byte is on the
     disk. So a cache that is there is whole; one that is not (a process was killed, a file was cut) is computed again.
     Two processes that write at once both write all of it, and one of them is kept. The split and the parameters of the
-    source are in its hash, hence every one has a folder of its own.
+    source are in its hash, hence every one has a folder of its own. So is the code of functions and operators given in
+    Python (see `identity_of`); what they read elsewhere, and the code of a dataset class of your own, is not: after
+    such a change call `invalidate()`, or give `map` another `op_id`.
 
     Args:
         source: a dataset whose rows can be asked for by number. Its hash should be cheaper than its rows (that of a
@@ -76,8 +78,9 @@ class CachedDataset(TrainingDataset):
 
     @property
     def cache_path(self) -> str:
-        """Where the rows are: the folder or address of this very source."""
-        name = self.source.content_hash() + ("-float64" if self.wide else "")
+        """Where the rows are: the folder or address of this very source, in this format."""
+        kind = ("-float64" if self.wide else "") + (".zarr" if self.format == "zarr" else "")
+        name = self.source.content_hash() + kind
         if is_remote(self.cache_dir):
             return f"{self.cache_dir.rstrip('/')}/{name}"
         return str(Path(local_path(self.cache_dir), name))
@@ -92,10 +95,18 @@ class CachedDataset(TrainingDataset):
         return self._opened()[0].columns
 
     def take(self, indices: np.ndarray) -> Columns:
-        """Return the rows `indices` [B] from the cache, which is written if there is none."""
+        """Return the rows `indices` [B] from the cache, which is written if there is none.
+
+        Raises:
+            DataError: the cache was removed since it was opened; the next call opens it, or writes it, anew.
+        """
         manifest, stored = self._opened()
         rows = np.arange(manifest.rows)[indices]  # checks the range, and resolves negative ones
-        return {name: self._store.rows(array, rows) for name, array in stored.items()}
+        try:
+            return {name: self._store.rows(array, rows) for name, array in stored.items()}
+        except DataError:
+            self._kept.pop("stored", None)
+            raise
 
     def arrays(self) -> Columns | None:
         """Return every column whole where they are memory-mapped and of no more than 256 MiB together, else None."""
@@ -151,7 +162,9 @@ class CachedDataset(TrainingDataset):
         if "stored" not in self._kept:
             found = self._store.open()
             if found is None:
-                self._store.remove()
+                self._store.discard()
+                found = self._store.open()  # another process may have written it meanwhile
+            if found is None:
                 self._materialise()
                 found = self._store.open()
             if found is None:

@@ -32,7 +32,7 @@ class CatalogDataset(PartitionedDataset):
 
         - id: storm-17            # a name for messages; the entry's number when left out
           x: fields/storm-17.npy  # a file, relative to the catalog; or a number or list of numbers
-          y: 2                    # the target, in the same forms; may be left out
+          y: 2                    # the target, in the same forms (1 beside 2.5 is 1.0); may be left out
           split: train            # train, val or test; in every entry, or in none
 
     Args:
@@ -133,7 +133,9 @@ class CatalogDataset(PartitionedDataset):
                 {name: self._told(entry, name) for name in ("x", "y") if name in entry} for entry in self.entries
             ]
             operators = {name: identity_of(getattr(self, name)) for name in self.parts}
-            self._kept["hash"] = content_hash({"catalog": entries, "operators": operators, "wide": self.wide})
+            mixed = {name: dtype.str for name, dtype in self._mixed.items()}
+            told = {"catalog": entries, "operators": operators, "wide": self.wide} | ({"mixed": mixed} if mixed else {})
+            self._kept["hash"] = content_hash(told)
         return self._kept["hash"]
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class CatalogDataset(PartitionedDataset):
             array = np.asarray(value)
             if array.dtype.kind not in "biuf":
                 raise DataError(f"{self._where}: entry {entry['id']!r}: {name} is no file and no numbers: {value!r}")
-            return array
+            return array.astype(self._mixed.get(name, array.dtype))
         path = self._path(value)
         if self.reader is not None:
             return np.asarray(self.reader(str(path)))
@@ -202,6 +204,19 @@ class CatalogDataset(PartitionedDataset):
         if not isinstance(found, np.ndarray):
             raise DataError(f"{self._where}: entry {entry['id']!r}: {path} holds several arrays; give one .npy each")
         return found
+
+    @property
+    def _mixed(self) -> dict[str, np.dtype[Any]]:
+        """The common dtype of columns whose numbers are of several: whole in some entries, broken in others."""
+        if "mixed" not in self._kept:
+            found: dict[str, np.dtype[Any]] = {}
+            for name in ("x", "y"):
+                values = [entry[name] for entry in self._every_entry() if name in entry]
+                kinds = {np.asarray(value).dtype for value in values if not isinstance(value, str)}
+                if len(kinds) > 1 and all(kind.kind in "biuf" for kind in kinds):
+                    found[name] = np.result_type(*kinds)
+            self._kept["mixed"] = found
+        return self._kept["mixed"]
 
     def _told(self, entry: Mapping[str, Any], name: str) -> Any:
         """What the hash knows of a column: a file's bytes, or the numbers."""

@@ -155,11 +155,16 @@ class TrainingDataset(Operator):
         return self._wide
 
     def widened(self, wide: bool = True) -> Self:
-        """Return the same rows with columns of float64 as they are (or narrowed again), under a hash of their own."""
+        """Return the same rows with columns of float64 as they are (or narrowed again), under a hash of their own.
+
+        What this dataset keeps in `_kept` (rows, a hash) the other one finds for itself.
+        """
         if wide == self._wide:
             return self
         other = self.model_copy()
         other._wide = wide
+        if (kept := type(self).__private_attributes__.get("_kept")) is not None:
+            other._kept = kept.get_default(call_default_factory=True)  # rows and hashes are others
         return other
 
     def arrays(self) -> Columns | None:
@@ -215,13 +220,6 @@ class InMemoryDataset(TrainingDataset):
     def load(self) -> Mapping[str, Any]:
         """Return name -> array [N, ...]; dtypes are settled and lengths compared by the caller."""
         raise NotImplementedError(f"{type(self).__name__} must define load()")
-
-    def widened(self, wide: bool = True) -> Self:
-        """See `TrainingDataset.widened`; the other one is loaded anew."""
-        other = super().widened(wide)
-        if other is not self:
-            other._kept = {}
-        return other
 
     def _loaded(self) -> Columns:
         if "columns" not in self._kept:

@@ -22,6 +22,8 @@ from nnx_jax.core.registry import OneOf
 from nnx_jax.core.spec import Spec, named
 
 _DEPTH = 32  # objects inside objects; more is a circle
+_LIBRARIES = {"nnx_jax", *sys.stdlib_module_names} - {"__main__"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _GIVEN_IN_PYTHON = {"python", "digest"}
 
 
@@ -33,11 +35,15 @@ def object_hash(value: Any) -> str:
 def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
     """Return plain JSON values that differ when `value` would compute something else.
 
-    * An object with a method `content_hash()` answers for itself, under its class.
+    * An object with a method `content_hash()` answers for itself, under its class. A specification that has not
+      defined its own (an operator) counts by its fields, and by the code of its class.
     * Arrays count by dtype, shape and bytes; numbers, text, lists and mappings by their values.
     * Any other object counts by its class and all its attributes (dataclass fields, slots, `__dict__`), however deep.
-    * Functions and classes count by the full name that finds them (a compiled function as the one that was compiled):
-      what is written in them is not looked at.
+    * Functions count by the full name that finds them (a compiled function as the one that was compiled), classes by
+      theirs.
+    * What the user's own functions and the classes of objects do counts by their code (of this version of Python), with
+      the functions, classes, numbers and text of the user's that they find by name. Those of libraries, and of this
+      package, are known by name.
 
     Raises:
         DataError: a value that cannot be told apart from another one (a lambda, a local or wrapped function, a
@@ -65,7 +71,8 @@ def identity_of(value: Any, _where: str = "", _depth: int = 0) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if callable(getattr(value, "content_hash", None)):
-        return {"class": full_name(type(value)), "hash": str(value.content_hash())}
+        written = _written(type(value)) if _is_library(type(value).content_hash) else {}
+        return {"class": full_name(type(value)), "hash": str(value.content_hash())} | written
     if isinstance(value, functools.partial):
         return {"partial": [identity_of(part, where, _depth + 1) for part in (value.func, value.args, value.keywords)]}
     if isinstance(value, Mapping):
@@ -100,7 +107,8 @@ def _function(value: Any, where: str, depth: int) -> Any:
             f"{where}: {name} is no name that finds this very function; write it as an operator, or as a function at "
             "the top of a module"
         )
-    return {"function": name} | ({"of": identity_of(owner, where, depth + 1)} if bound else {})
+    of = {"of": identity_of(owner, where, depth + 1)} if bound else {}
+    return {"function": name} | of | _written(function)
 
 
 def _plain_function(value: Any) -> Any:
@@ -127,7 +135,58 @@ def _object(value: Any, where: str, depth: int) -> Any:
     slots = [name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)]
     held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
     fields = {name: identity_of(each, f"{where}.{name}", depth + 1) for name, each in sorted(held.items())}
-    return {"class": full_name(type(value)), "fields": fields}
+    return {"class": full_name(type(value)), "fields": fields} | _written(type(value))
+
+
+def _written(value: Any) -> dict[str, str]:
+    """The digest of what is written in a user's function or class; nothing for those of libraries."""
+    told = _code(value, set())
+    return {"code": content_hash(told)[:16]} if told else {}
+
+
+def _code(value: Any, met: set[int]) -> Any:
+    """What the digest is of: the code, and what it finds by name; None for what is known by name, or was told."""
+    value = _plain_function(value)
+    if not isinstance(value, types.FunctionType | type) or id(value) in met or _is_library(value):
+        return None
+    met.add(id(value))
+    if isinstance(value, type):
+        bases = [each for each in value.__mro__ if not _is_library(each)]
+        members = [(name, part) for each in bases for name, held in vars(each).items() for part in _functions(held)]
+        return [[name, told] for name, part in members if (told := _code(part, met)) is not None]
+    uses = {name: value.__globals__[name] for name in sorted(_names(value.__code__)) if name in value.__globals__}
+    told = {name: _constant(each) if isinstance(each, _PLAIN) else _code(each, met) for name, each in uses.items()}
+    made = [_constant(value.__defaults__), _constant(sorted((value.__kwdefaults__ or {}).items()))]
+    wrapped = _code(getattr(value, "__wrapped__", None), met)
+    return [_constant(value.__code__), made, wrapped, {name: each for name, each in told.items() if each is not None}]
+
+
+def _functions(held: Any) -> tuple[Any, ...]:
+    """The functions behind an entry of a class."""
+    return (held.fget, held.fset) if isinstance(held, property) else (getattr(held, "__func__", held),)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every name that code looks up, with the code within it."""
+    return {*code.co_names}.union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+def _constant(value: Any) -> Any:
+    """A constant of some code; what is none by its class."""
+    if isinstance(value, types.CodeType):
+        return [value.co_code.hex(), list(value.co_names), [_constant(each) for each in value.co_consts]]
+    if isinstance(value, tuple | list):
+        return [_constant(each) for each in value]
+    if isinstance(value, frozenset):
+        return sorted((_constant(each) for each in value), key=repr)
+    return repr(value) if isinstance(value, _PLAIN) else full_name(type(value))
+
+
+def _is_library(value: Any) -> bool:
+    """Whether a function or class is of an installed library, the standard library, or this package."""
+    name = getattr(value, "__module__", None) or ""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name.partition(".")[0] in _LIBRARIES or "site-packages" in file
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -188,7 +188,8 @@ class NNXModelOp(ModelOp):
             ModelError: (a ValueError) the weights, or the module itself, are not here; only their digest is.
         """
         if self._module is None:
-            self._module = self.build({})
+            with jax.ensure_compile_time_eval():  # the first use may be under a trace; the weights are kept after it
+                self._module = self.build({})
             if self.weights:
                 self._module = None
                 raise ModelError(
@@ -228,7 +229,8 @@ class NNXModelOp(ModelOp):
     def outputs(self, x: Any) -> Any:
         """Return the outputs for a batch x [N, ...], in evaluation mode."""
         if self._call is None:
-            pure = PureModule(self.module, compute_dtype=self.precision)
+            with jax.ensure_compile_time_eval():
+                pure = PureModule(self.module, compute_dtype=self.precision)
             leaves = {**pure.params, **pure.frozen}
             forward = jax.jit(lambda held, state, rows: pure.forward(held, state, {"x": rows}, None, False)[0])
             self._call = lambda rows: forward(leaves, pure.model_state, rows)

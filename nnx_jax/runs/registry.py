@@ -20,6 +20,7 @@ from nnx_jax.core.errors import CheckpointError, UnsafePathError
 from nnx_jax.core.operator import Operator
 from nnx_jax.core.positional import PositionalOperator
 from nnx_jax.core.registry import full_kind, register
+from nnx_jax.runs.lease import guard
 
 OPERATOR, WEIGHTS, METADATA, TAGS = "operator.json", "weights.bin", "metadata.json", "_tags"
 _LIMIT = 64 * 2**30
@@ -88,14 +89,15 @@ class _Registry(PositionalOperator):
             ConfigError: the operator holds something a file cannot.
         """
         digest, files = _entry(model, weights)
-        if name is not None:
+        if name is not None:  # before anything is written
             self._check_name(name, digest, force)
         if self._read(digest, METADATA) is None:
             known = {"hash": digest, "module": type(model).__module__, "created": datetime.now(UTC).isoformat()}
             self._create(digest, {**files, METADATA: _json({**known, "tags": _tags(tags)}, METADATA)})
-        self._merge(digest, _tags(tags))
+        with self._alone():
+            self._merge(digest, _tags(tags))
         if name is not None:
-            self._point(name, digest)
+            self._name(name, digest, force)
         return digest
 
     def tag(self, ref: str, name: str, *, force: bool = False) -> None:
@@ -106,9 +108,13 @@ class _Registry(PositionalOperator):
             FileExistsError: the name is another model's; `force=True` takes it.
             ValueError: a name that is no plain file name.
         """
-        digest = self.resolve(ref)
-        self._check_name(name, digest, force)
-        self._point(name, digest)
+        self._name(name, self.resolve(ref), force)
+
+    def _name(self, name: str, digest: str, force: bool) -> None:
+        _segment(name)
+        with self._alone():
+            self._check_name(name, digest, force)
+            self._replace(TAGS, name, digest.encode() + b"\n")
 
     def _check_name(self, name: str, digest: str, force: bool) -> None:
         known = self._read(TAGS, _segment(name))
@@ -210,8 +216,9 @@ class _Registry(PositionalOperator):
         """Write one file anew."""
         raise AssertionError("a registry says how files are written")
 
-    def _point(self, name: str, digest: str) -> None:
-        self._replace(TAGS, name, digest.encode() + b"\n")
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other writers out while something is read and written anew, where the files allow it."""
+        return contextlib.nullcontext()
 
 
 def _directory(value: Any) -> str:
@@ -228,7 +235,8 @@ Directory = Annotated[str, PlainValidator(_directory)]
 class LocalModelRegistry(_Registry):
     """A registry in a directory: `LocalModelRegistry("models")`.
 
-    A model comes into its place by one rename of a finished, synced folder, so a reader never sees half of one.
+    A model comes into its place by one rename of a finished, synced folder, so a reader never sees half of one; what
+    was copied there by halves, without its metadata, is replaced. Writers take turns at `.lock`, so no tag is lost.
     """
 
     root: Directory
@@ -256,11 +264,16 @@ class LocalModelRegistry(_Registry):
             for name, data in files.items():
                 fsio.create_file(partial / name, data)
             fsio.sync_tree(partial)
-            with contextlib.suppress(FileExistsError):  # somebody else stored the same model meanwhile
-                fsio.replace_dir(partial, final)
+            with self._alone():
+                if self._read(folder, METADATA) is None:  # else somebody stored the same model meanwhile
+                    fsio.remove_tree(final)
+                    fsio.replace_dir(partial, final)
         finally:
             if partial.exists():
                 shutil.rmtree(partial)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        return guard(Path(fsio.make_dir(self.root), ".lock"))
 
     def _replace(self, folder: str, file: str, data: bytes) -> None:
         directory = fsio.make_dir(fsio.safe_join(fsio.make_dir(self.root), folder))
@@ -271,7 +284,8 @@ class LocalModelRegistry(_Registry):
 class RemoteModelRegistry(_Registry):
     """A registry at a URI that fsspec knows: `RemoteModelRegistry("s3://bucket/models")`.
 
-    Such stores have no rename: metadata is written last, and a folder without it is no model.
+    Such stores have no rename: metadata is written last, and a folder without it is no model. Nor have they a lock: of
+    tags that two processes add to one model at the same moment, those of one may be lost.
 
     Raises:
         ImportError: fsspec, or what it needs for this URI, is not installed; at first use.

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 from pydantic import PrivateAttr
 
+from nnx_jax.core import fsio
 from nnx_jax.core.errors import ConfigError, DataError
 from nnx_jax.data import ArrayDataset, CachedDataset, Feed, IterableDataset, TrainingDataset
-from nnx_jax.data.cache_stores import is_remote, local_path
+from nnx_jax.data.cache_stores import NpyStore, is_remote, local_path
 from nnx_jax.data.splits import PartitionedDataset
 
 
@@ -177,6 +179,106 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
     assert left(tmp_path) == sorted(["other", data.content_hash()])
 
 
+def test_a_bad_folder_that_another_process_repairs_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a broken cache and its removal, somebody else writes a whole one: that one is kept."""
+    source = Counting()
+    data = CachedDataset(source=source, cache_dir=str(tmp_path))
+    (tmp_path / source.content_hash()).mkdir()
+    discard = NpyStore.discard
+
+    def late(store: NpyStore) -> None:
+        monkeypatch.setattr(NpyStore, "discard", discard)
+        list(CachedDataset(source=Counting(), cache_dir=str(tmp_path)))
+        discard(store)
+
+    monkeypatch.setattr(NpyStore, "discard", late)
+    np.testing.assert_array_equal(data.take(np.arange(8))["x"][:, 0], 1.0 + np.arange(8))
+    assert source._asked["rows"] == 0
+    assert left(tmp_path) == [source.content_hash()]
+
+
+def test_a_whole_cache_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when it is repaired in the moment before the folder is moved."""
+    source = Counting()
+    data = CachedDataset(source=source, cache_dir=str(tmp_path))
+    folder = tmp_path / source.content_hash()
+    folder.mkdir()
+    replace = fsio.replace_dir
+
+    def late(temporary: Any, final: Any) -> None:
+        monkeypatch.setattr(fsio, "replace_dir", replace)
+        folder.rmdir()
+        list(CachedDataset(source=Counting(), cache_dir=str(tmp_path)))
+        replace(temporary, final)
+
+    monkeypatch.setattr(fsio, "replace_dir", late)
+    np.testing.assert_array_equal(data.take(np.arange(8))["x"][:, 0], 1.0 + np.arange(8))
+    assert source._asked["rows"] == 0
+    assert left(tmp_path) == [source.content_hash()]
+
+
+STEPS = """
+from nnx_jax.core.operator import Operator
+BY = {by}
+def times(x):
+    return x * BY
+def step(x):
+    return times(x) + {plus}
+class Step(Operator):
+    def _apply(self, x):
+        return step(x)
+class Plain:
+    def __call__(self, x):
+        return step(x)
+"""
+
+
+def _steps(monkeypatch: pytest.MonkeyPatch, **values: float) -> Any:
+    """A user's module, as it is imported after an edit."""
+    module = types.ModuleType("cached_steps")
+    monkeypatch.setitem(sys.modules, "cached_steps", module)
+    exec(STEPS.format(**{"by": 2.0, "plus": 1.0} | values), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("name", ["step", "Step", "Plain"])
+def test_edited_code_is_another_cache(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function, an operator and an object whose code was edited, or a number that it finds by name."""
+    found = []
+    for values in ({}, {}, {"by": 3.0}, {"plus": 5.0}):
+        part = getattr(_steps(monkeypatch, **values), name)
+        source = ArrayDataset(np.ones((2, 1), np.float32)).map(part if name == "step" else part())
+        found.append(CachedDataset(source=source, cache_dir=str(tmp_path)).take(np.arange(1))["x"].item())
+    assert found == [3.0, 3.0, 4.0, 7.0]
+    assert len(left(tmp_path)) == 3
+
+
+def test_a_widened_dataset_has_a_hash_of_its_own() -> None:
+    """Also where the hash was asked for before, and kept."""
+
+    class Keeping(PartitionedDataset):
+        """Keeps its hash."""
+
+        _kept: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+        def __len__(self) -> int:
+            return 2
+
+        def take(self, indices: np.ndarray) -> Any:
+            x = np.full((2, 1), 1 / 3)[indices]
+            return {"x": x if self.wide else x.astype(np.float32)}
+
+        def content_hash(self) -> str:
+            if "hash" not in self._kept:
+                self._kept["hash"] = super().content_hash()
+            return self._kept["hash"]
+
+    narrow = Keeping()
+    first = narrow.content_hash()
+    assert narrow.widened().content_hash() == Keeping().widened().content_hash() != first
+    assert narrow.widened().widened(False).content_hash() == first == narrow.content_hash()
+
+
 def test_zarr_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = CachedDataset(source=Counting(), cache_dir=str(tmp_path), format="zarr")
     monkeypatch.setitem(sys.modules, "zarr", None)
@@ -224,7 +326,7 @@ def test_addresses_and_folders(path: str, remote: bool, local: str | None) -> No
         assert data.cache_path == str(Path(local, data.content_hash()))
         return
     data = CachedDataset(source=Counting(), cache_dir=path, format="zarr")
-    assert data.cache_path == f"{path}/{data.content_hash()}"
+    assert data.cache_path == f"{path}/{data.content_hash()}.zarr"
 
 
 def test_types_and_whole_columns(tmp_path: Path) -> None:

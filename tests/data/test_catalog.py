@@ -157,3 +157,22 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     np.save(folder / "fields" / "o.npy", np.array([object()]), allow_pickle=True)
     with pytest.raises(DataError, match="not an .npy of numbers"):
         CatalogDataset(catalog=[{"x": str(folder / "fields" / "o.npy"), "split": "train"}])[0]
+
+
+def test_whole_and_broken_numbers_are_one_dtype() -> None:
+    """Every batch of a column has the dtype of all its entries, also in a split that has whole numbers only."""
+    splits = ["train"] * 4 + ["val"] * 2
+    entries = [{"x": [1, 2], "y": n if n % 2 == 0 else 2.5, "split": s} for n, s in enumerate(splits)]
+    data = CatalogDataset(catalog=entries)
+    assert data.columns["y"].dtype == np.float64
+    for row in range(4):
+        found = data.take(np.array([row]))
+        assert found["y"].dtype == np.float64
+        assert found["x"].dtype.kind == "i"
+    assert "n_classes" not in data.info
+    whole = CatalogDataset(catalog=[entry | {"y": int(entry["y"])} for entry in entries])
+    assert whole.columns["y"].dtype.kind == "i"
+    alone = [entries[0], entries[2], entries[4] | {"y": 4}, entries[5]]
+    mixed, plain = (CatalogDataset(catalog=[*alone[:3], alone[3] | {"y": last}]) for last in (2.5, 2))
+    assert mixed.take(np.arange(2))["y"].dtype != plain.take(np.arange(2))["y"].dtype
+    assert mixed.content_hash() != plain.content_hash()  # of the train split: the same entries, other dtypes

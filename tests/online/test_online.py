@@ -13,7 +13,9 @@ from flax import nnx
 from nnx_jax.core.errors import ConfigError, DataError, NonFiniteError
 from nnx_jax.data import ArrayDataset, Feed
 from nnx_jax.engines.operators import NNXModelOp
+from nnx_jax.objectives.operators import MSE
 from nnx_jax.online import OnlineState, OnlineTrainer
+from nnx_jax.params.net import FeedForwardParams
 from nnx_jax.training_loop import TrainingLoop
 
 ROWS = 8
@@ -152,3 +154,14 @@ def test_an_optax_transformation() -> None:
     _, state = trainer.update(one, two, state)
     # w: 0 -> 0 + 0.25 * 2 * 2 = 1 -> 1 + 0.25 * 2 * 1 = 1.5
     np.testing.assert_allclose(weights(trainer.trained(state))["kernel"], [[1.5]], rtol=1e-6)
+
+
+def test_yaml_round_trip() -> None:
+    """A trainer read back from YAML has the same loss and optimizer, and trains."""
+    op = NNXModelOp(net=FeedForwardParams(input_dim=1, output_dim=1, hidden_dims=(2,)))
+    one = OnlineTrainer(model_op=op, loss=MSE(), optimizer_config={"name": "sgd", "lr": 0.1})
+    again = OnlineTrainer.from_yaml(one.to_yaml())
+    assert again == one
+    assert isinstance(again.loss, MSE)
+    assert fed(again, [0]).step == 1
+    assert OnlineTrainer(model_op=op, loss="mse").optimizer_config == {"name": "adamw", "lr": 3e-4}

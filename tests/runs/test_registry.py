@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,8 @@ def test_a_failed_store_leaves_nothing(models: LocalModelRegistry, monkeypatch: 
     monkeypatch.setattr(module.fsio, "sync_tree", full)
     with pytest.raises(OSError, match="full"):
         models.store(Scale(factor=2.5))
-    assert len(list(Path(models.root).iterdir())) == len(models.list()) == 1
+    assert {each.name for each in Path(models.root).iterdir()} == {".lock", *models.list()}
+    assert len(models.list()) == 1
 
 
 def test_a_class_that_is_not_registered_is_not_imported(models: LocalModelRegistry) -> None:
@@ -234,3 +236,35 @@ def test_without_fsspec_the_first_use_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ImportError, match=r"nnx_jax\[s3\]"):
         models.list()
+
+
+def test_a_half_copied_model_is_replaced(models: LocalModelRegistry) -> None:
+    """A folder without metadata, as an interrupted copy leaves it, does not stand in the way."""
+    trained = model()
+    digest = models.digest(trained)
+    half = Path(models.root, digest)
+    half.mkdir(parents=True)
+    (half / "weights.bin").write_bytes(b"half")
+    assert models.store(trained, tags=["good"]) == digest
+    assert models.list(tags=["good"]) == (digest,)
+    np.testing.assert_array_equal(models.load(digest)(np.ones((1, 2), np.float32)), trained(np.ones((1, 2))))
+
+
+def test_tags_of_two_writers_are_both_kept(models: LocalModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writer reads the tags, another one wants to add its own before the first has written."""
+    digest = models.store(Scale())
+    replace, others = LocalModelRegistry._replace, []
+
+    def slow(self: LocalModelRegistry, folder: str, file: str, data: bytes) -> None:
+        if not others:
+            others.append(
+                threading.Thread(target=lambda: LocalModelRegistry(self.root).store(Scale(), tags={"b": "2"}))
+            )
+            others[0].start()
+            others[0].join(0.2)
+        replace(self, folder, file, data)
+
+    monkeypatch.setattr(LocalModelRegistry, "_replace", slow)
+    models.store(Scale(), tags={"a": "1"})
+    others[0].join()
+    assert models.metadata(digest)["tags"] == {"a": "1", "b": "2"}

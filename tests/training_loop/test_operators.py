@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load
@@ -196,3 +197,23 @@ def test_serving_is_as_training_was(ran: tuple[Any, TrainingArtifact]) -> None:
     assert half.state()["precision"] == "bfloat16"
     wide = half.model_copy(update={"precision": "float32"})
     assert not np.array_equal(np.asarray(half(X), np.float32), NNXModelOp(wide.module)(X))
+
+
+NET = FeedForwardParams(input_dim=1, output_dim=1, hidden_dims=(3,))
+
+
+def test_first_use_under_a_trace() -> None:
+    """An operator that is first called under jit holds arrays afterwards, not tracers, and gives the same outputs."""
+    op, plain = NNXModelOp(net=NET), NNXModelOp(net=NET)
+    traced = jax.jit(op)(X)
+    np.testing.assert_array_equal(op(X), plain(X))
+    np.testing.assert_allclose(traced, plain(X), rtol=1e-6)
+    assert same(op, plain)
+
+
+def test_first_use_in_an_export() -> None:
+    """What an export takes for the weights, the arrays that a traced call holds, are they."""
+    op = NNXModelOp(net=NET, seed=1)
+    held = jax.make_jaxpr(op)(X).consts
+    wanted = NNXModelOp(net=NET, seed=1).arrays().values()
+    assert sorted(np.asarray(each).tobytes() for each in held) == sorted(each.tobytes() for each in wanted)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +16,8 @@ from nnx_jax.backends.carry import TrainerCarryState
 from nnx_jax.core.errors import ConfigError, ModelError, ResumePointError
 from nnx_jax.core.operator import Sequential
 from nnx_jax.core.stateful import CarryState, StatefulOperator
+from nnx_jax.engines.operators import NNXModelOp
+from nnx_jax.params.net import FeedForwardParams
 from nnx_jax.training_loop import TrainingLoop
 from tests.training_loop.scenes import Line, loop, weights
 from tests.training_loop.stage_scenes import own, same
@@ -225,3 +230,17 @@ def test_metrics_of_a_state_are_the_latest() -> None:
     assert state.metrics is not None
     assert (len(noted.seen), state.metrics["loss"], state.epoch) == (3, noted.seen[-1], 1)
     assert noted.seen[0] != noted.seen[-1]
+
+
+def test_a_state_is_read_in_a_fresh_process(tmp_path: Path) -> None:
+    """A built-in operator is found though nothing else was imported."""
+    op = NNXModelOp(net=FeedForwardParams(input_dim=1, output_dim=1, hidden_dims=(2,)))
+    (tmp_path / "state.json").write_text(json.dumps(TrainerCarryState(op, step=3).to_dict()))
+    program = (
+        "import json, sys\nfrom nnx_jax.backends.carry import TrainerCarryState\n"
+        "state = TrainerCarryState.from_dict(json.load(open(sys.argv[1])))\n"
+        "print(state.step, type(state.model).__name__)\n"
+    )
+    given = [sys.executable, "-c", program, str(tmp_path / "state.json")]
+    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3", "NNXModelOp"], done.stderr

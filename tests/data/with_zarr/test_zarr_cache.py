@@ -65,7 +65,7 @@ def test_round_trip(place: str) -> None:
     assert again.columns == data.columns
     assert again.arrays() is None
     assert source._asked["rows"] == asked
-    assert data.cache_path == f"{place}/{source.content_hash()}"
+    assert data.cache_path == f"{place}/{source.content_hash()}.zarr"
     assert data.with_split("val").cache_path != data.cache_path  # type: ignore[attr-defined]
     assert data.invalidate()
     assert not data.invalidate()
@@ -103,6 +103,28 @@ def test_what_is_half_written_is_written_anew(place: str, damage: str, monkeypat
     found = cached(source, place).take(np.arange(8))
     np.testing.assert_array_equal(found["x"][:, 1], 2 * np.arange(8))
     assert source._asked["rows"] == 2 * asked
+
+
+def test_a_cache_removed_under_a_reader(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader is told, and gets no zeros; asked again it has the rows."""
+    monkeypatch.setattr("nnx_jax.data.cached._ROWS", 2)
+    data = cached(Counting(), place)
+    data.take(np.arange(8))
+    assert cached(Counting(), place).invalidate()
+    with pytest.raises(DataError, match="column0.* is gone: the cache was removed while it was read"):
+        data.take(np.array([1, 4]))
+    np.testing.assert_array_equal(data.take(np.arange(8))["x"][:, 1], 2 * np.arange(8))
+
+
+def test_formats_lie_apart(tmp_path: Path) -> None:
+    """The same rows in the other format take nobody's place."""
+    data = cached(Counting(), str(tmp_path))
+    data.take(np.arange(8))
+    other = CachedDataset(source=Counting(), cache_dir=str(tmp_path))
+    np.testing.assert_array_equal(other.take(np.arange(8))["x"], data.take(np.arange(8))["x"])
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [Path(other.cache_path).name, Path(data.cache_path).name]
+    )
 
 
 def test_rows_of_zeros_that_are_meant(place: str) -> None:
