@@ -180,7 +180,8 @@ class Stage:
         """What the commits know of the network; None where the task says it all."""
         if self.loop.backend not in GRADIENT:
             return None
-        return structure(self.op, self.model.framework.describe(self.model.net), self._weights())
+        framework, net = self.recipe.face.framework, self.model.net
+        return structure(self.op, framework.describe(net), framework.parameters(net))
 
     def _told(self) -> tuple[dict[str, float], str | None]:
         """(the values as of now, why a callback asked for the end)."""

@@ -100,14 +100,14 @@ class LoopMark:
         return dict((_stored_mark(host) or {}).get("values", {}))
 
 
-def structure(operator: Any, layers: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+def structure(operator: Any, layers: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """What a mark knows of a network: classes, the settings of its layers, and its leaves without their numbers.
 
     Args:
         layers: name and digest of the layers.
-        weights: every parameter and statistic by name.
+        parameters: arrays by name; their shapes and dtypes are read, and nothing is copied from the device.
     """
-    leaves = {name: f"{array.dtype}{list(array.shape)}" for name, array in sorted(weights.items())}
+    leaves = {name: f"{array.dtype}{list(array.shape)}" for name, array in sorted(parameters.items())}
     return {"class": type(operator).__qualname__, "layers": layers, "leaves": leaves}
 
 

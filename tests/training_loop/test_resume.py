@@ -251,7 +251,7 @@ def test_a_finished_loop_gives_its_values_again(tmp_path: Path) -> None:
 
 
 def test_a_stop_that_was_asked_for_stands(tmp_path: Path) -> None:
-    """Stopped early, a loop called again trains nothing and says why; a longer one, or one without the stop, goes on."""
+    """Stopped early, a loop called again trains nothing and says why; a longer one, or one without it, goes on."""
     given: dict[str, Any] = {"checkpoint_dir": tmp_path, "val_dataset": Line(), "eval_every_n_steps": 2}
     ends = [EarlyStopping("val_loss", patience=1, min_delta=100.0)]
     found = [loop(max_steps=12, callbacks=ends, **given)._train(None) for _ in range(3)]
