@@ -83,6 +83,7 @@ def _step(run: Path) -> int:
     return point.step if point else 0
 
 
+@pytest.mark.slow
 def test_killed_five_times_in_a_row(ready: Ready, quiet_run: Path, tmp_path: Path) -> None:
     """case:I01: every state after a SIGKILL is whole and no older than the commit before; the end is bit-equal.
 

@@ -112,6 +112,7 @@ def test_a_window_is_the_gradient_of_its_sums(tmp_path: Path, window: int) -> No
 @pytest.mark.filterwarnings("ignore::nnx_jax.step.watch.RecompileWarning")  # batches of three sizes
 @pytest.mark.parametrize("objective", [None, supervised_objective()], ids=["none", "own"])
 @pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.slow
 def test_batches_of_4_1_and_5_are_one_of_10(tmp_path: Path, objective: Any, ignored: bool) -> None:
     """nnx:B083 nnx:B084 (labels -100 are ignored, and classes have weights) to 2e-8, or the last bit."""
     columns = dataset(10).arrays() or {}
@@ -142,6 +143,7 @@ def test_batches_of_4_1_and_5_are_one_of_10(tmp_path: Path, objective: Any, igno
         (cross_entropy, {"net": {"norm": None}}),
     ],
 )
+@pytest.mark.slow
 def test_the_models_own_loss_as_an_objective_is_the_run_without(
     tmp_path: Path, objective: Any, more: dict[str, Any]
 ) -> None:

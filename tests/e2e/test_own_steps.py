@@ -82,6 +82,7 @@ def test_a_step_is_told_where_it_is(tmp_path: Path) -> None:
     assert run.artifact["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_step_by_hand_is_the_built_in_one_to_rounding(tmp_path: Path) -> None:
     """The same dropout masks and statistics; only where a mean is divided differs."""
 
@@ -97,6 +98,7 @@ def test_a_step_by_hand_is_the_built_in_one_to_rounding(tmp_path: Path) -> None:
     assert column(two, "epoch", "val_accuracy") == column(one, "epoch", "val_accuracy")
 
 
+@pytest.mark.slow
 def test_weights_stay_float32_under_bfloat16(tmp_path: Path) -> None:
     """A layer reads them rounded; what is kept of them is not, and a frozen one is the same array."""
     constant = {"scheduler": {"kind": "constant"}, "precision": "bfloat16", "n_epochs": 1}

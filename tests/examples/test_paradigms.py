@@ -42,12 +42,14 @@ def test_it_is_short_and_says_what_one_sees(name: str) -> None:
     assert f"python examples/{name}.py [--out DIR] [--epochs N]" in text
 
 
+@pytest.mark.slow
 def test_distillation(run) -> None:
     numbers, text = run("distill_digits", *SMALL["distill_digits"])
     assert len(numbers) == 3
     assert "60 labels and a teacher" in text
 
 
+@pytest.mark.slow
 def test_simclr(run) -> None:
     numbers, _ = run("simclr_digits", *SMALL["simclr_digits"])
     before, first, last, after = numbers
@@ -55,16 +57,19 @@ def test_simclr(run) -> None:
     assert min(before, after) > 0.3
 
 
+@pytest.mark.slow
 def test_mixup(run) -> None:
     assert len(run("mixup_digits", *SMALL["mixup_digits"])[0]) == 6
 
 
+@pytest.mark.slow
 def test_diffusion_leaves_its_picture(run, tmp_path: Path) -> None:
     numbers, _ = run("ddpm_2d", *SMALL["ddpm_2d"])
     assert numbers[1] < numbers[0]
     assert (tmp_path / "ddpm_2d.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_lora(run) -> None:
     (before, after, apart), text = run("lora_text", *SMALL["lora_text"])
     assert after < before
@@ -72,6 +77,7 @@ def test_lora(run) -> None:
     assert "base bit-identical: True" in text
 
 
+@pytest.mark.slow
 def test_preferences(run) -> None:
     numbers, text = run("dpo_text", *SMALL["dpo_text"])
     assert text.count("preference accuracy") == 2

@@ -64,6 +64,7 @@ def test_slurm(under_slurm: tuple[Path, dict[str, Any]]) -> None:
     assert host["geometry"] == {"processes": 2, "mesh": {"data": 2}, "sharding": []}
 
 
+@pytest.mark.slow
 def test_jobset(under_slurm: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Two pods' commands and environments make the run that SLURM's two tasks make of the same configuration."""
     result = rehearse(tmp_path, "jobset")
@@ -71,6 +72,7 @@ def test_jobset(under_slurm: tuple[Path, dict[str, Any]], tmp_path: Path) -> Non
     assert verify(tmp_path / "runs", result["run_id"]) == []
 
 
+@pytest.mark.slow
 def test_ray(tmp_path: Path) -> None:
     """What an actor calls, in two processes that Ray has not started: both return the run that rank 0 wrote."""
     command = [sys.executable, LAUNCH / "ray_train.py", "--local", "2", "--epochs", "1", "--width", "4"]

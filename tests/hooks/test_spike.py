@@ -289,6 +289,7 @@ def kept(toy: Toy) -> dict[str, bytes]:
     metric=st.sampled_from(["grad_norm", "loss"]),
     seed=st.integers(0, 99),
 )
+@pytest.mark.slow
 def test_a_rejected_batch_was_never_there(what, k, precision, metric, seed) -> None:
     """nvalchemi:88 (bit for bit: weights, moments, the schedule's count, averages, statistics, scale, running mean)"""
     rng = np.random.default_rng(seed)
