@@ -21,6 +21,8 @@ from nnx_jax.core.registry import register
 from nnx_jax.core.spec import Keywords
 from nnx_jax.core.stateful import CarryState, StatefulOperator
 from nnx_jax.engines.compile_cache import enable_compile_cache
+from nnx_jax.objectives.operators import as_loss
+from nnx_jax.objectives.terms import total_value
 from nnx_jax.params.fields import Count, Precision, Seed, Whole
 from nnx_jax.params.run import RunSpec
 from nnx_jax.params.train import NNTrainParams
@@ -192,7 +194,7 @@ class _Built:
         framework = self.recipe.face.framework
         spec = RunSpec(backend=framework.backend, train=train)
         self.op, self.first = trainer.model_op, first
-        self.loss = framework.build_loss(trainer.loss)
+        self.loss = as_loss(trainer.loss)
         module = self.recipe.take(trainer.model_op, _sizes(first))
         feed = Pushed(_batch(first, trainer.replay), pad=True)
         schedules = {} if schedule is None else {"main": schedule}
@@ -205,9 +207,7 @@ class _Built:
             params = {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(("params/", "frozen/"))}
             held = {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith("model_state/")}
             outputs = pure.forward(params, held, batch, None, False)[0]
-            terms = self.loss(outputs, batch)
-            value = sum(t.scaled * t.weight / (1.0 if t.denominator is None else t.denominator) for t in terms)
-            return jax.tree.map(lambda output: output[0], outputs), value
+            return jax.tree.map(lambda output: output[0], outputs), total_value(self.loss(outputs, batch))
 
         self._predict = jax.jit(predict)
 

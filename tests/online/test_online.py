@@ -165,3 +165,12 @@ def test_yaml_round_trip() -> None:
     assert isinstance(again.loss, MSE)
     assert fed(again, [0]).step == 1
     assert OnlineTrainer(model_op=op, loss="mse").optimizer_config == {"name": "adamw", "lr": 3e-4}
+
+
+def test_a_function_of_one_number_is_a_loss(trainer: OnlineTrainer) -> None:
+    """`(predicted, target) -> scalar`, as a TrainingLoop takes it: the updates of the built-in loss."""
+    squared = lambda predicted, target: ((predicted - target) ** 2).mean()  # noqa: E731
+    own = OnlineTrainer(model_op=MODEL, loss=squared, optimizer_config=OPTIM)
+    found, wanted = (weights(each.trained(fed(each, [0, 5]))) for each in (own, trainer))
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-7)
