@@ -45,7 +45,7 @@ from nnx_jax.runs.resume import ResumePoint
 from nnx_jax.runs.run import NNRun
 from nnx_jax.spmd.world import ALONE, World
 
-EPOCH = 1000
+EPOCH = 2**16
 """Draws of an epoch where `steps_per_epoch` does not say how many. No pass over minibatches is one: it may be short."""
 UNUSED = ("optimizer_config", "loss", "metrics", "val_dataset", "eval_every_n_steps")
 """Settings of a loop that say nothing to a sampler."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from nnx_jax.core.errors import ModelError, NonFiniteError, ResumePointError
 from nnx_jax.engines.blackjax_batches import Minibatches
-from nnx_jax.engines.blackjax_draws import Ahead, ChainState, Drawn, Pending, cut_from, joined, length
+from nnx_jax.engines.blackjax_draws import ChainState, Drawn, cut_from, joined, length
 from nnx_jax.engines.blackjax_samplers import Sampler
 from nnx_jax.engines.blackjax_task import named_leaves
 from nnx_jax.engines.chains import Posterior
@@ -25,13 +25,16 @@ from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
 from nnx_jax.loop.records import history_columns
 from nnx_jax.params.run import RunSpec
 
-BLOCK = 256
+BLOCK = 8192
 """Most draws in one call of the device."""
+FIRST_BLOCK = 64
+BLOCK_SECONDS = 0.5
+"""What a call is to take."""
+USUAL_BLOCK = 256
+CHEAP_BYTES = 4 * 1024**2
+"""More draws than the usual are made in a call while they take no more than this: a short call pays for all of it."""
 BLOCK_BYTES = 64 * 1024**2
 """Most bytes that the draws of one call, or its minibatches, may take; one draw may take more."""
-
-AHEAD_SECONDS = 0.25
-"""Longest span after which the next block is handed over unasked: what an early end waits for at most, in vain."""
 
 _START, _WARMUP, _DRAWS, _ENSEMBLE = range(4)
 """What a key is for, folded into the run key first."""
@@ -94,19 +97,26 @@ class BlackjaxEngine:
         return ChainState()
 
     def run_span(self, state: ChainState, span: Span, poll: Poll) -> tuple[ChainState, int]:
-        """Draw in blocks of a bounded size; `poll` is asked between them."""
+        """Draw in blocks; `poll` is asked between them, many times a second whatever a draw costs."""
         self._begin(state)
-        most = 1 if self.spec.training.dispatch == "step" else self.block
-        if state.until is None:
-            state.until = state.drawn + (self.spec.training.max_steps or 0)
-        state.stride, state.since, done = min(most, span.n_batches), time.perf_counter(), 0
+        done = 0
         while done < span.n_batches:
-            count = min(most, span.n_batches - done)
+            if state.failure is not None:  # the loop finds it where it reads, and what was done with it
+                return state, span.n_batches
+            count, began = min(self._most(state), span.n_batches - done), time.perf_counter()
             self._draw(state, count)
+            state.pace = (time.perf_counter() - began) / count
             done += count
             if poll(done):
                 break
         return state, done
+
+    def _most(self, state: ChainState) -> int:
+        """Most draws of the next call, by what those of the last one took."""
+        if self.spec.training.dispatch == "step":
+            return 1
+        wanted = FIRST_BLOCK if state.pace is None else int(BLOCK_SECONDS / state.pace)
+        return max(1, min(wanted, self.block))
 
     def _begin(self, state: ChainState) -> None:
         """Place the chains and run the warmup, once.
@@ -129,57 +139,39 @@ class BlackjaxEngine:
 
     def _burned(self, state: ChainState) -> Any:
         """The kernel state after the warmup of a minibatch sampler: steps like any other, thrown away."""
-        kernel, alive, done = state.kernel, True, 0
+        kernel, done = state.kernel, 0
         key = jax.random.fold_in(self.key, _WARMUP)
         while done < self.sampler.warmup:
             count = min(self.block, self.sampler.warmup - done)
-            kernel, alive, made, _ = self._call(kernel, state.params, key, done, count, alive)
+            kernel, made, _ = self._call(kernel, state.params, key, done, count)
             if int(made) < count:
                 raise self._not_finite(f"warmup step {done + int(made)}")
             done += count
         return kernel
 
-    def _call(self, kernel: Any, params: Any, key: Any, first: int, count: int, alive: Any) -> Any:
+    def _call(self, kernel: Any, params: Any, key: Any, first: int, count: int) -> Any:
         """One call of the device for draws `first .. first + count - 1`; see `_block`."""
         held, rows = (
             (None, None) if self.batches is None else (self.batches.held, self.batches.block(first, count, self.block))
         )
-        return self._block(kernel, params, key, first, count, alive, self.target.data, held, rows)
+        return self._block(kernel, params, key, first, count, self.target.data, held, rows)
 
     def _draw(self, state: ChainState, count: int) -> None:
-        """Hand one block to the device, then fetch the one before, so that the device never waits."""
-        before, ahead, state.ahead = state.pending, state.ahead, None
-        if ahead is None or (ahead.first, ahead.count) != (state.drawn, count):
-            ahead = self._block_of(state, count)
-        state.kernel, state.alive, done, moves = ahead.result
-        state.pending = Pending(state.drawn, count, done, moves)
-        state.drawn += count
-        if before is not None:
-            self._fetch(state, before)
+        """Draw one block and bring it to the host; a draw that is not finite ends it, and training.
 
-    def _block_of(self, state: ChainState, count: int) -> Ahead:
-        """Hand over the next block; nothing is changed by it."""
-        result = self._call(state.kernel, state.params, self._draw_key, state.drawn, count, state.alive)
-        return Ahead(state.drawn, count, result)
-
-    def _go_ahead(self, state: ChainState) -> None:
-        """Let the device draw what a loop that goes on as before asks for next, while the host makes records."""
-        count = min(state.stride, (state.until or 0) - state.drawn)
-        quick = time.perf_counter() - state.since < AHEAD_SECONDS
-        if state.ahead is None and count > 0 and quick and (self.batches is None or self.batches.held):
-            state.ahead = self._block_of(state, count)
-
-    def _fetch(self, state: ChainState, block: Pending) -> None:
-        """Bring a block to the host; a draw that is not finite ends it, and every later one is of no draws."""
-        done = int(block.done)
-        if done:
-            whole = jax.device_get(block.moves)
-            cut = jax.tree.map(lambda leaf: np.array(leaf[:done]), whole)
+        The next block is not handed over meanwhile: XLA on a CPU runs a program that came too early a third slower.
+        """
+        state.kernel, done, moves = self._call(state.kernel, state.params, self._draw_key, state.drawn, count)
+        made = int(done)
+        if made:
+            whole = jax.device_get(moves)
+            cut = jax.tree.map(lambda leaf: np.array(leaf[:made]), whole)
             stats = {"logdensity": cut.logdensity, **cut.measured}
             positions = {} if self.sampler.particles else named_leaves(cut.position)
             state.blocks.append(Drawn(positions, stats, cut.grad_norm))
-        if done < block.count and state.failure is None:
-            state.failure = self._not_finite(f"draw {block.first + done}")
+        if made < count:
+            state.failure = self._not_finite(f"draw {state.drawn + made}")
+        state.drawn += made
 
     def _not_finite(self, where: str) -> NonFiniteError:
         sampler, step = self.task.sampler, self.sampler.step_size
@@ -188,21 +180,10 @@ class BlackjaxEngine:
             f"({step:g}), or look at the log density's gradient"
         )
 
-    def _settle(self, state: ChainState) -> None:
-        """Have every draw on the host."""
-        pending, state.pending = state.pending, None
-        if pending is not None:
-            self._fetch(state, pending)
-        if state.failure is not None:
-            state.drawn, state.alive = length(state.blocks), True
-
     # -- the protocol: records ---------------------------------------------------------------------------------
 
     def read_records(self, state: ChainState) -> tuple[list[Records], Exception | None]:
         """Records since the last call, one a draw; with the error where a draw was not finite."""
-        self._settle(state)
-        if state.failure is None:
-            self._go_ahead(state)
         records, first = [], 0
         rate = self._rate(state.params) if state.read < length(state.blocks) else 0.0
         for block in state.blocks:
@@ -245,6 +226,10 @@ class BlackjaxEngine:
         found = {"loss": float(sums["loss"][0] / sums["loss"][len(sums["loss"]) // 2])}
         return found | {name: float(sums[name][0] / sums[name][1]) for name in self.metric_names}
 
+    def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Means over chains, of every draw."""
+        return {name: sums[name][:, 0] / sums[name][:, 1] for name in self.metric_names}
+
     def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:
         """Negative log density, and the sampler's own values: means over chains."""
         half = len(sums) // 2
@@ -268,7 +253,6 @@ class BlackjaxEngine:
     def snapshot(self, state: ChainState, epoch: int, batch: int) -> Snapshot:
         """Kernel states, adapted parameters and every draw so far, by name."""
         self._begin(state)
-        self._settle(state)
         arrays = _flat("kernel", state.kernel) | _flat("adapted", state.params)
         return Snapshot(arrays | self._held(state), {"epoch": epoch, "next": batch}, self.topology)
 
@@ -344,7 +328,6 @@ class BlackjaxEngine:
 
     def trained(self, state: ChainState) -> Posterior:
         """Every draw so far; positions are mapped back to each site's support."""
-        self._settle(state)
         positions, sampler = self._positions(state), self.sampler
         values = {} if positions is None else named_leaves(self._constrained(positions))
         self.posterior = Posterior(
@@ -442,11 +425,12 @@ class BlackjaxEngine:
         """Most draws of one call: as many as fit the memory set aside, with their minibatches."""
         shapes = (self._move, None if self.batches is None else self.batches.shapes)
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)]
-        return max(1, min(BLOCK, BLOCK_BYTES // max(sum(sizes), 1)))
+        row = max(sum(sizes), 1)
+        return max(1, min(BLOCK, max(CHEAP_BYTES // row, min(USUAL_BLOCK, BLOCK_BYTES // row))))
 
     @cached_property
     def _block(self) -> Any:
-        """(kernel, params, key, first, count, alive, data, held, rows) -> (kernel, alive, draws made, moves).
+        """(kernel, params, key, first, count, data, held, rows) -> (kernel, draws made, moves).
 
         Moves are [block, ...]; `held` and `rows` say what the minibatches are, see `Minibatches`.
 
@@ -454,9 +438,7 @@ class BlackjaxEngine:
         """
         size, sampler, like, batches = self.block, self.sampler, self._move, self.batches
 
-        def block(
-            kernel: Any, params: Any, key: Any, first: Any, count: Any, alive: Any, data: Any, held: Any, rows: Any
-        ):
+        def block(kernel: Any, params: Any, key: Any, first: Any, count: Any, data: Any, held: Any, rows: Any):
             made = jax.tree.map(lambda leaf: jnp.zeros((size, *leaf.shape), leaf.dtype), like)
 
             def going(carry: Any) -> Any:
@@ -472,9 +454,9 @@ class BlackjaxEngine:
                 made = jax.tree.map(lambda column, one: column.at[place].set(one), made, move)
                 return place + fine, kernel, fine, made
 
-            carry = (jnp.zeros((), jnp.int32), kernel, jnp.asarray(alive), made)
-            place, kernel, alive, made = jax.lax.while_loop(going, draw, carry)
-            return jax.tree.map(_strong, kernel), alive, place, made
+            carry = (jnp.zeros((), jnp.int32), kernel, jnp.asarray(True), made)
+            place, kernel, _, made = jax.lax.while_loop(going, draw, carry)
+            return jax.tree.map(_strong, kernel), place, made
 
         return jax.jit(block)
 

@@ -21,25 +21,6 @@ class Drawn:
 
 
 @dataclass
-class Pending:
-    """A block on its way from the device: its first draw, how many were asked for, and how many there are."""
-
-    first: int
-    count: int
-    done: Any
-    moves: Any
-
-
-@dataclass
-class Ahead:
-    """A block that was handed over before it was asked for: its first draw, its draws, and what the call gives."""
-
-    first: int
-    count: int
-    result: Any
-
-
-@dataclass
 class ChainState:
     """Where the chains stand, and every draw so far.
 
@@ -49,13 +30,8 @@ class ChainState:
         drawn: draws handed to the device so far.
         blocks: draws on the host, oldest first.
         read: draws of them that were read as records.
-        pending: the last block handed to the device.
-        alive: device bool, every draw so far was finite.
         failure: of a draw that was not, until it is read.
-        ahead: the block that is asked for next, where it is known; nothing else here knows of it yet.
-        stride: draws of the last span's first call.
-        until: draws that are asked for in all; 0 where that is not known.
-        since: when the last span began, seconds.
+        pace: seconds that a draw of the last call took; None before the first.
     """
 
     kernel: Any = None
@@ -63,13 +39,8 @@ class ChainState:
     drawn: int = 0
     blocks: list[Drawn] = field(default_factory=list)
     read: int = 0
-    pending: Pending | None = None
-    alive: Any = True
     failure: Exception | None = None
-    ahead: Ahead | None = None
-    stride: int = 0
-    until: int | None = None
-    since: float = 0.0
+    pace: float | None = None
 
 
 def length(blocks: Sequence[Drawn]) -> int:

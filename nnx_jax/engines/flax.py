@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -29,7 +28,7 @@ from nnx_jax.engines.placement import in_place, make_placement, readable, refit
 from nnx_jax.engines.rates import Rates, Schedules
 from nnx_jax.engines.reduction import make_shards
 from nnx_jax.engines.rows import HIDDEN, RowReader
-from nnx_jax.engines.scoring import Scorer, loss_value, width
+from nnx_jax.engines.scoring import Scorer, loss_terms, loss_value, width
 from nnx_jax.engines.validation import Batches, EvalStepContext, agreed, own_validation
 from nnx_jax.engines.work import Work, built_in, by_objective, by_step, own_step
 from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
@@ -212,18 +211,18 @@ class FlaxEngine(SeenByHooks):
     def summarize(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Loss and metric values of added-up sums, in float64."""
         layout = self.programs.layout
-        values = {"loss": loss_value(sums["loss"], layout.weights, layout.additive)}
-        for metric in self.metrics:
-            if metric.name in self.metric_names:
-                values[metric.name] = float(metric.compute(np.asarray(sums[metric.name], np.float64)))
-        return values
+        loss = loss_value(sums["loss"], layout.weights, layout.additive)
+        shown = [metric for metric in self.metrics if metric.name in self.metric_names]
+        return {"loss": loss, **{m.name: float(m.compute(np.asarray(sums[m.name], np.float64))) for m in shown}}
+
+    def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Metric values of records, in float64."""
+        return {m.name: m.values(sums[m.name]) for m in self.metrics if m.name in self.metric_names}
 
     def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:
         """Loss of a window's loss sums, and every term divided; NaN for one without a valid target."""
-        layout, half = self.programs.layout, len(sums) // 2
-        parts = zip(layout.terms, layout.additive, sums[:half], sums[half:], strict=True)
-        terms = {n: top if plain else top / bottom if bottom else math.nan for n, plain, top, bottom in parts}
-        return loss_value(sums, layout.weights, layout.additive), terms
+        layout = self.programs.layout
+        return loss_terms(sums, layout.terms, layout.weights, layout.additive)
 
     def evaluate(self, state: Carry, split: str) -> Evaluation | None:
         """Score a split with the state's weights: every row once, padding with weight 0, one read at the end."""

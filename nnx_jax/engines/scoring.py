@@ -140,3 +140,13 @@ def loss_value(sums: Sequence[float], weights: Sequence[float], additive: Sequen
         if bottom != 0:
             total, used = total + weight * float(sums[index]) / bottom, True
     return total if used else math.nan
+
+
+def loss_terms(
+    sums: Sequence[float], names: Sequence[str], weights: Sequence[float], additive: Sequence[bool]
+) -> tuple[float, dict[str, float]]:
+    """`loss_value`, and every term divided and not weighted by name; NaN for one without a valid target."""
+    half = len(sums) // 2
+    parts = zip(names, additive, sums[:half], sums[half:], strict=True)
+    terms = {n: top if plain else top / bottom if bottom else math.nan for n, plain, top, bottom in parts}
+    return loss_value(sums, weights, additive), terms

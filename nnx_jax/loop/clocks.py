@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+LINES_A_SECOND = 2
+"""More than these nobody reads while they come."""
+EXACT_LINES = 10
+"""Log events of a session that are never left out."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,26 @@ class Cadence:
     def due(self, every: int | None, before: int, step: int) -> bool:
         """Has the cadence `every` passed a multiple in (before, step]?"""
         return bool(every) and step // every > before // every
+
+
+class Pace:
+    """Keeps the log events of quick updates to some a second, where only a display follows them.
+
+    An event stays on a multiple of the cadence asked for, and the first ten are those asked for.
+    """
+
+    def __init__(self, log: int) -> None:
+        self.log, self._events = log, 0
+        self._step, self._since = 0, 0.0
+
+    def after(self, cadence: Cadence, step: int, now: float) -> Cadence:
+        """The cadence to go on with after the log event at `step`, at `now` seconds."""
+        self._events += 1
+        rate = (step - self._step) / max(now - self._since, 1e-9)
+        self._step, self._since = step, now
+        if self._events < EXACT_LINES:
+            return cadence
+        return replace(cadence, log=self.log * max(1, int(rate / LINES_A_SECOND / self.log)))
 
 
 def span_batches(

@@ -131,6 +131,10 @@ class Engine(Protocol):
         """Turn added-up record sums into values by name ("loss", then every metric)."""
         ...
 
+    def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Turn the sums of records, float64 [n, size], into float64 [n] of every metric by name."""
+        ...
+
     def losses(self, sums: Sequence[float]) -> tuple[float, Mapping[str, float]]:
         """Return the loss of added-up `sums["loss"]`, and every term's value, divided and not weighted."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 from nnx_jax.core.stages import TrainingStage
 from nnx_jax.loop import committing
 from nnx_jax.loop.callbacks import CallbackList, TrainContext
-from nnx_jax.loop.clocks import Cadence, span_batches
+from nnx_jax.loop.clocks import Cadence, Pace, span_batches
 from nnx_jax.loop.components import Components
 from nnx_jax.loop.context import OptimizerView
 from nnx_jax.loop.engine import Engine, Evaluation, Span
@@ -151,7 +152,11 @@ class Session:
         # Microbatches are counted from the run's own beginning; one that took over weights begins at a later epoch.
         self.shift = first - self.engine.batch_count(plan.state)
         self.keeper = RecordKeeper(
-            self.engine.summarize, n_batches=self.engine.n_batches, every=train.record_every, shift=self.shift
+            self.engine.summarize,
+            self.engine.values,
+            n_batches=self.engine.n_batches,
+            every=train.record_every,
+            shift=self.shift,
         )
         self.keeper.resume(start.open_sums)
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
@@ -176,6 +181,8 @@ class Session:
         """The run was ended inside an epoch; LAST stays where it is."""
         self.stop = make_stop(plan.world)
         self.watch = None if plan.hooks is None else SessionWatch(self, plan.hooks)
+        shown = plan.world.alone and not (plan.callbacks.reading or self.watch)  # nobody else waits for log events
+        self.pace = Pace(self.cadence.log) if self.cadence.log and shown else None
 
     def run(self) -> LoopResult:
         """Train to the plan's end.
@@ -332,6 +339,8 @@ class Session:
             self._write(self._values_row("eval", decision))
         if due(self.cadence.log, seen, self.step) or decision is not None:
             self.plan.progress.values(self.epoch, self.step, self.ctx.values, epoch_end=False)
+            if self.pace is not None:
+                self.cadence = self.pace.after(self.cadence, self.step, time.monotonic())
         improved = decision is not None and decision.improved
         if due(self.cadence.commit, seen, self.step) or improved or ends or self._asked():
             self._commit(best=improved)

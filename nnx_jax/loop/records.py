@@ -13,6 +13,7 @@ from nnx_jax.runs.extra import EXTRA
 
 Sums = Mapping[str, Sequence[float]]
 Summarize = Callable[[Sums], dict[str, float]]
+Tables = Mapping[str, np.ndarray]
 
 FIXED = ("kind", "epoch", "batch", "step", "lr", "grad_norm", "skipped")
 
@@ -118,11 +119,21 @@ class RecordKeeper:
 
     `every` is "update" or "batch": what one record stands for; `shift` is added to the records' microbatch count. A
     microbatch counts in the summary when its window became an update, so a vetoed window leaves no trace but its row.
-    The sums of a window that is open at a commit, or at the epoch's end, wait in `open` for its end.
+    The sums of a window that is open at a commit, or at the epoch's end, wait in `open` for its end. `summarize` and
+    `values` are the engine's, for sums added up and for those of many records; see `loop.engine.Engine`.
     """
 
-    def __init__(self, summarize: Summarize, *, n_batches: int, every: str, shift: int = 0) -> None:
-        self.summarize, self.n_batches, self.every, self.shift = summarize, n_batches, every, shift
+    def __init__(
+        self,
+        summarize: Summarize,
+        values: Callable[[Tables], Tables],
+        *,
+        n_batches: int,
+        every: str,
+        shift: int = 0,
+    ) -> None:
+        self.summarize, self.values = summarize, values
+        self.n_batches, self.every, self.shift = n_batches, every, shift
         self.epoch = SumTotals()
         self._open: list[Mapping[str, np.ndarray]] = []
 
@@ -157,19 +168,9 @@ class RecordKeeper:
         }
         for name, rates in (records.rates or {}).items():
             table[f"lr_{name}"] = _or_none(rates, records.committed & (records.updates or {})[name].astype(bool))
-        for name, values in self._values(records).items():
+        for name, values in {**self.values(records.sums), "loss": records.loss}.items():
             table[f"train_{name}"] = _or_none(values, ~np.isnan(values) | records.sums[name].any(axis=1))
         return table
-
-    def _values(self, records: Records) -> dict[str, np.ndarray]:
-        """The value of every record by name, float64 [n]."""
-        values = {name: np.empty(len(records)) for name in records.sums}
-        if len(values) > 1:
-            for place in range(len(records)):
-                found = self.summarize({name: sums[place] for name, sums in records.sums.items()})
-                for name, value in found.items():
-                    values[name][place] = value
-        return {**values, "loss": records.loss}
 
     def _add(self, records: Records) -> None:
         """Add up the windows that became updates; keep the sums of the one still open."""

@@ -200,9 +200,8 @@ class _Trial:
     def __post_init__(self) -> None:
         monitor = self.spec.train.monitor
         direction = metric_direction(self.spec)
-        self.tracker = MonitorTracker(monitor, direction)
-        self.keeper = RecordKeeper(self.engine.summarize, n_batches=self.engine.n_batches, every="update")
-        batches = self.engine.n_batches
+        self.tracker, batches = MonitorTracker(monitor, direction), self.engine.n_batches
+        self.keeper = RecordKeeper(self.engine.summarize, self.engine.values, n_batches=batches, every="update")
         self.schedules: RunSchedules = make_schedules(
             self.spec, batches, direction=None if monitor is None else direction
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ import torch
 
 from nnx_jax.core.errors import ModelError
 from nnx_jax.engines.checks import check_tail, epoch_batches
-from nnx_jax.engines.scoring import loss_value
+from nnx_jax.engines.scoring import loss_terms, loss_value
 from nnx_jax.engines.validation import agreed
 from nnx_jax.loop.engine import Evaluation, Poll, Records, Snapshot, Span
 from nnx_jax.loop.records import history_columns
@@ -369,12 +368,14 @@ class TorchEngine(SeenByHooks):
             values[metric.name] = float(metric.compute(np.asarray(sums[metric.name], np.float64)))
         return values
 
+    def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Metric values of records, in float64."""
+        return {metric.name: metric.values(sums[metric.name]) for metric in self.metrics}
+
     def losses(self, sums: Sequence[float]) -> tuple[float, dict[str, float]]:
         """Loss of a window's loss sums, and every term divided; NaN for one without a valid target."""
-        plan, half = self.plan, len(sums) // 2
-        parts = zip(plan.terms, plan.additive, sums[:half], sums[half:], strict=True)
-        terms = {n: top if plain else top / bottom if bottom else math.nan for n, plain, top, bottom in parts}
-        return loss_value(sums, plan.weights, plan.additive), terms
+        plan = self.plan
+        return loss_terms(sums, plan.terms, plan.weights, plan.additive)
 
     def columns(self) -> tuple[str, ...]:
         """Columns of the history."""

@@ -167,8 +167,9 @@ if bayes and there("equinox", "flatbuffers"):
 
 
 def needs(code: str) -> list[str]:
-    """The extras of a snippet: what it imports, or names as a backend."""
-    return [name for name in EXTRAS if re.search(rf'(?:import|from) {name}\b|backend="{name}', code)]
+    """The extras of a snippet: what it imports, or names as a backend; an exported file is written by flatbuffers."""
+    named = [name for name in EXTRAS if re.search(rf'(?:import|from) {name}\b|backend="{name}', code)]
+    return [*named, *(["flatbuffers"] if "engines.exported" in code else [])]
 
 
 def snippets() -> list[object]:

@@ -359,7 +359,7 @@ def test_open_sums_are_stored_and_continued() -> None:
         return Records(batch, none.astype(int), none, none, none, closed, closed, {"loss": loss})
 
     def keeper() -> RecordKeeper:
-        return RecordKeeper(lambda sums: {"loss": sums["loss"][0]}, n_batches=3, every="batch")
+        return RecordKeeper(lambda sums: {"loss": sums["loss"][0]}, lambda _: {}, n_batches=3, every="batch")
 
     whole, first, second = keeper(), keeper(), keeper()
     whole.table(rows(0.1, 0.2, 0.3, closes=True))

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnx_jax.loop.clocks import Cadence, span_batches
+from nnx_jax.loop.clocks import Cadence, Pace, span_batches
 from nnx_jax.loop.engine import Records
 from nnx_jax.loop.records import RecordKeeper, Rows, history_columns
+from nnx_jax.objectives.metrics import build_metric
 
 
 def summarize(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     numerator, denominator = sums["loss"]
     return {"loss": numerator / denominator if denominator else 0.0}
+
+
+def no_metrics(_: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {}
 
 
 class Record(NamedTuple):
@@ -51,7 +56,7 @@ def rows(keeper: RecordKeeper, *found: Record) -> Rows:
 
 def test_epoch_summary_is_the_full_mean_not_the_mean_of_means() -> None:
     """nnx:B073 (16, 16 and 4 rows with means 1, 2 and 7: 76/36, not 10/3)"""
-    keeper = RecordKeeper(summarize, n_batches=3, every="update")
+    keeper = RecordKeeper(summarize, no_metrics, n_batches=3, every="update")
     keeper.begin_epoch()
     made = rows(keeper, Record(0, 16.0, 16.0), Record(1, 32.0, 16.0), Record(2, 28.0, 4.0))
     assert [row["train_loss"] for row in made] == [1.0, 2.0, 7.0]
@@ -59,7 +64,7 @@ def test_epoch_summary_is_the_full_mean_not_the_mean_of_means() -> None:
 
 
 def test_a_skipped_window_has_a_row_but_no_part_in_the_summary() -> None:
-    keeper = RecordKeeper(summarize, n_batches=2, every="update")
+    keeper = RecordKeeper(summarize, no_metrics, n_batches=2, every="update")
     keeper.begin_epoch()
     made = rows(keeper, Record(0, 3.0, 1.0), Record(1, float("nan"), 1.0, committed=False))
     assert [(row["skipped"], row["lr"]) for row in made] == [(0, 0.1), (1, None)]
@@ -67,7 +72,7 @@ def test_a_skipped_window_has_a_row_but_no_part_in_the_summary() -> None:
 
 
 def test_a_vetoed_window_of_two_leaves_out_both_microbatches() -> None:
-    keeper = RecordKeeper(summarize, n_batches=4, every="batch")
+    keeper = RecordKeeper(summarize, no_metrics, n_batches=4, every="batch")
     keeper.begin_epoch()
     rows(keeper, Record(0, 2.0, 1.0, False, False), Record(1, 6.0, 1.0, committed=False))
     rows(keeper, Record(2, 1.0, 1.0, False, False), Record(3, 3.0, 1.0))
@@ -75,14 +80,14 @@ def test_a_vetoed_window_of_two_leaves_out_both_microbatches() -> None:
 
 
 def test_rows_per_batch_carry_their_own_loss() -> None:
-    keeper = RecordKeeper(summarize, n_batches=4, every="batch")
+    keeper = RecordKeeper(summarize, no_metrics, n_batches=4, every="batch")
     keeper.begin_epoch()
     made = rows(keeper, Record(4, 2.0, 1.0, False, False), Record(5, 6.0, 1.0))
     assert [(row["epoch"], row["batch"], row["train_loss"]) for row in made] == [(1, 0, 2.0), (1, 1, 6.0)]
 
 
 def test_a_record_without_valid_items_has_no_loss() -> None:
-    keeper = RecordKeeper(summarize, n_batches=4, every="update")
+    keeper = RecordKeeper(summarize, no_metrics, n_batches=4, every="update")
     made = rows(keeper, Record(0, 0.0, 0.0, committed=False), Record(1, float("nan"), 1.0, committed=False))
     assert made[0]["train_loss"] is None
     assert np.isnan(made[1]["train_loss"])
@@ -99,7 +104,7 @@ def test_the_summary_does_not_depend_on_when_records_are_read(found: list[Any], 
             for value in window if record.committed else ():
                 total += value
             window = []
-    keeper = RecordKeeper(lambda sums: {"loss": sums["loss"][0]}, n_batches=100, every="batch")
+    keeper = RecordKeeper(lambda sums: {"loss": sums["loss"][0]}, no_metrics, n_batches=100, every="batch")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(each)), max_size=3)))
     for start, end in zip([0, *cuts], [*cuts, len(each)], strict=True):
         if end > start:
@@ -140,3 +145,27 @@ def test_spans_end_on_window_borders() -> None:
     assert span_batches(step=0, target=2, batch=0, n_batches=7, accumulate=2) == 4
     assert span_batches(step=2, target=9, batch=4, n_batches=7, accumulate=2) == 3
     assert span_batches(step=0, target=None, batch=3, n_batches=7, accumulate=2) == 4
+
+
+def test_log_events_of_quick_updates_are_thinned_out_to_two_a_second() -> None:
+    """Updates of 0.9 ms, `log=100`: ten events as asked for, then one every 500; those of slow ones are all shown."""
+    cadence, pace, step, now, seen = Cadence(log=100, commit=450), Pace(100), 0, 0.0, []
+    for _ in range(14):
+        target = (step // cadence.log + 1) * cadence.log
+        step, now = target, now + (target - step) * 9e-4
+        cadence = pace.after(cadence, step, now)
+        seen.append(step)
+    assert seen == [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000, 1500, 2000, 2500, 3000]
+    assert cadence.commit == 450  # commits are not thinned out
+    assert pace.after(cadence, 3500, now + 500.0).log == 100
+
+
+def test_values_of_many_records_are_those_of_each() -> None:
+    """Bit for bit, with an empty record (0/0) among them; a metric that is no ratio is computed one by one."""
+    rng = np.random.default_rng(0)
+    sums = np.stack([rng.uniform(0, 9, 50), rng.integers(0, 3, 50).astype(float)], axis=1)
+    for kind in ("accuracy", "perplexity"):
+        metric = build_metric(kind, 3)
+        np.testing.assert_array_equal(metric.values(sums), [metric.compute(row) for row in sums])
+    assert np.isnan(metric.values(sums)[sums[:, 1] == 0]).all()
+    assert metric.values(sums[:0]).shape == (0,)
