@@ -58,11 +58,15 @@ class Metric:
     mode: Mode | None
     update: Callable[[Any, Batch], Any]
     compute: Callable[[np.ndarray], float]
+    rows: Callable[[np.ndarray], np.ndarray] | None = None
+    """`compute` of many, float64 [n, size] -> [n], to the same bits; None: one by one."""
 
     def values(self, sums: np.ndarray) -> np.ndarray:
         """`compute` of every record's sums, float64 [n, size] -> [n]."""
-        if self.compute is _ratio:  # the bits of one division by itself, without a call for each
-            return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+        if self.compute is _ratio:
+            return _ratios(sums)
+        if self.rows is not None:
+            return self.rows(sums)
         return np.array([float(self.compute(row)) for row in sums], np.float64)
 
 
@@ -217,6 +221,10 @@ def _ratio(sums: np.ndarray) -> float:
     return float(sums[0] / sums[1]) if sums[1] > 0 else float("nan")
 
 
+def _ratios(sums: np.ndarray) -> np.ndarray:
+    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+
+
 def _exp_ratio(sums: np.ndarray) -> float:
     with np.errstate(over="ignore"):
         return float(np.exp(np.float64(_ratio(sums))))
@@ -245,17 +253,17 @@ def _confusion(
     def update(outputs: Any, batch: Batch) -> Any:
         return sums.confusion(task, read(outputs, batch), n_labels, multilabel)
 
-    def compute(counts: np.ndarray) -> float:
-        hit, wrong, missed = np.asarray(counts, np.float64).reshape(3, n_labels)
-        if not (hit.sum() + wrong.sum() + missed.sum()) and not multilabel:
-            return float("nan")
+    def rows(counts: np.ndarray) -> np.ndarray:
+        hit, wrong, missed = np.moveaxis(np.asarray(counts, np.float64).reshape(-1, 3, n_labels), 1, 0)
+        seen = (hit + wrong + missed > 0) | multilabel
         if average == "micro":
-            hit, wrong, missed = hit.sum(keepdims=True), wrong.sum(keepdims=True), missed.sum(keepdims=True)
-        elif not multilabel:
-            seen = hit + wrong + missed > 0
-            hit, wrong, missed = hit[seen], wrong[seen], missed[seen]
+            hit, wrong, missed = (each.sum(axis=1, keepdims=True) for each in (hit, wrong, missed))  # counts: exact
+            seen = seen.any(axis=1, keepdims=True)
         top = 2 * hit if kind == "f1" else hit
         bottom = {"precision": hit + wrong, "recall": hit + missed, "f1": 2 * hit + wrong + missed}[kind]
-        return float(np.mean(np.divide(top, bottom, out=np.full_like(top, zero_division), where=bottom > 0)))
+        each = np.divide(top, bottom, out=np.full_like(top, zero_division), where=bottom > 0)
+        total = np.add.accumulate(np.where(seen, each, 0.0), axis=1)[:, -1]  # one label after the other, however many
+        return _ratios(np.stack([total, seen.sum(axis=1)], axis=1))
 
-    return Metric(kind if average == "macro" else f"{kind}_micro", 3 * n_labels, METRIC_MODES[kind], update, compute)
+    name, compute = kind if average == "macro" else f"{kind}_micro", lambda counts: float(rows(counts)[0])
+    return Metric(name, 3 * n_labels, METRIC_MODES[kind], update, compute, rows)

@@ -169,12 +169,11 @@ class Source:
         """The rows of every batch of an epoch that are this process's."""
         order = self.feed.order(epoch)
         real = order >= 0
-        packed = torch.from_numpy(np.ascontiguousarray(order[real]).astype(np.int64)).to(self.device)
-        table = list(packed.split(real.sum(axis=1).tolist()))
-        if self._size == 1:
-            return table
-        cut = [[rank * len(rows) // self._size for rank in (self._rank, self._rank + 1)] for rows in table]
-        return [rows[first:end] for rows, (first, end) in zip(table, cut, strict=True)]
+        count, place = real.sum(axis=1, keepdims=True), real.cumsum(axis=1) - 1
+        first, end = (rank * count // self._size for rank in (self._rank, self._rank + 1))
+        mine = real & (first <= place) & (place < end)
+        packed = torch.from_numpy(np.ascontiguousarray(order[mine]).astype(np.int64)).to(self.device)
+        return list(packed.split(mine.sum(axis=1).tolist()))
 
     def _part(self, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """This process's rows of a batch, dealt as `_gather` does: real rows alone are counted."""

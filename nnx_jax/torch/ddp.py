@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -78,6 +79,24 @@ class _Forward(torch.nn.Module):
         return self.called[0](*args, **more)
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """What goes along in one exchange: gradient sums, and a place for what each process measured, [ranks, n, sums]."""
+
+    whole: torch.Tensor
+    grads: list[torch.Tensor]
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, grads: Sequence[torch.Tensor], ranks: int, rows: torch.Tensor) -> _Packed:
+        """Room for gradients like these and rows like these, in one float64 vector."""
+        sizes = [*(grad.numel() for grad in grads), ranks * rows.numel()]
+        whole = rows.new_zeros(sum(sizes))
+        *parts, places = whole.split(sizes)
+        shaped = [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)]
+        return cls(whole, shaped, places.view(ranks, *rows.shape))
+
+
 class Exchange:
     """How the processes of a group make one update of a window; a `window.Sync`.
 
@@ -96,7 +115,7 @@ class Exchange:
         self._wrapper: DistributedDataParallel | None = None
         self._called = self._at_once = False
         self._norms: SyncNorms | None = None
-        self._summed: torch.Tensor | None = None
+        self._packed: _Packed | None = None
 
     @property
     def joins(self) -> bool:
@@ -111,7 +130,7 @@ class Exchange:
             averages: gradients are in the parameters' own `.grad`, so that the wrapper can average them there; else
                 `gradients` adds them up.
         """
-        self._net, self._wrapper = net, None
+        self._net, self._wrapper, self._packed = net, None, None
         trained = sum(value.numel() for value in net.params.values())
         self._at_once = averages and net.device.type == "cpu" and trained <= FEW_NUMBERS
         norms = list(batch_norms(net.module).values())
@@ -192,13 +211,14 @@ class Exchange:
 
         Every process has places of its own for its rows, where the others add 0.
         """
-        size, rank = mine.numel(), self.world.rank
-        places = mine.new_zeros(self.size, size)
-        places[rank] = mine.reshape(-1)
-        flat = torch.cat([*(grad.reshape(-1).to(torch.float64) for grad in grads), places.reshape(-1)])
-        dist.all_reduce(flat)
-        self._summed, found = flat[: -self.size * size], flat[-self.size * size :].view(self.size, *mine.shape)
-        return sum(found[1:], start=found[0])
+        if self._packed is None or self._packed.places[0].shape != mine.shape:
+            self._packed = _Packed.of(grads, self.size, mine)
+        packed = self._packed
+        foreach.copy_(packed.grads, grads)
+        packed.places.zero_()
+        packed.places[self.world.rank] = mine
+        dist.all_reduce(packed.whole)
+        return sum(packed.places[1:], start=packed.places[0].clone())
 
     def gradients(self, grads: list[torch.Tensor], *, reduced: bool) -> list[torch.Tensor]:
         """The gradient sums of all processes.
@@ -207,10 +227,9 @@ class Exchange:
             reduced: they are averages of the wrapper already, or went along with `total`.
         """
         if reduced and self._at_once:
-            summed, self._summed = self._summed, None
-            assert summed is not None
-            parts = summed.split([grad.numel() for grad in grads])
-            return [part.to(grad.dtype).view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+            assert self._packed is not None
+            foreach.copy_(grads, self._packed.grads)
+            return grads
         if reduced and self._wrapper is not None:
             foreach.mul_(grads, float(self.size))
             return grads

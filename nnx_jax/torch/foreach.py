@@ -9,6 +9,7 @@ import torch
 
 _TORCH: Any = torch  # what follows has no place in torch's own stubs
 add_: Callable[..., None] = _TORCH._foreach_add_
+copy_: Callable[..., None] = _TORCH._foreach_copy_
 mul: Callable[..., list[torch.Tensor]] = _TORCH._foreach_mul
 mul_: Callable[..., None] = _TORCH._foreach_mul_
 norms: Callable[..., list[torch.Tensor]] = _TORCH._foreach_norm

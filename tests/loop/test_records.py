@@ -169,3 +169,8 @@ def test_values_of_many_records_are_those_of_each() -> None:
         np.testing.assert_array_equal(metric.values(sums), [metric.compute(row) for row in sums])
     assert np.isnan(metric.values(sums)[sums[:, 1] == 0]).all()
     assert metric.values(sums[:0]).shape == (0,)
+    counts = rng.integers(0, 3, (50, 9)).astype(float)
+    counts[0] = counts[1, [0, 3, 6]] = 0  # nothing at all; a label that nobody saw
+    for kind in ("precision", "recall", "f1"):
+        metric = build_metric(kind, 3)
+        np.testing.assert_array_equal(metric.values(counts), [metric.compute(row) for row in counts])
