@@ -5,7 +5,8 @@
 Every case trains through `TrainingLoop(...).run()` with a record of every update and one commit a round. At the commit
 that ends a round the clock stops, the bare loop makes as many steps, and the clock goes on with the commit; so a round
 of ours has everything between two commits, the copying of one, and the wait until its files have landed. The first
-round of both, which compiles, does not count.
+round of both, which compiles, does not count. Then the same rounds with the engine alone: its steps and their records,
+without the loop, its files and its commits. The bar is for that, an engine's step.
 
 - `equinox`, `equinox_tiny`: an MLP by Adam; bare is `eqx.filter_jit` with donated buffers, fed with numpy batches.
 - `numpyro_svi`: linear regression with AutoNormal over all 64 rows; bare is a jitted `svi.update`.
@@ -89,7 +90,12 @@ def time_case(
 
     job = case.make()
     clock = _Clock(job, steps)
-    with tempfile.TemporaryDirectory() as folder, _watched(clock.commit), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _watched(clock.commit),
+        _engines() as engines,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         loop = job.loop(total, checkpoint_dir=folder, checkpoint_every_n_steps=every)
         clock.start()
         operator, artifact = loop.run()
@@ -98,7 +104,59 @@ def time_case(
     if len(losses) != total or len(clock.ours) != rounds + 1:
         raise RuntimeError(f"{name}: {len(losses)} records and {len(clock.ours)} rounds for {total} steps")
     line = _line(name, clock.ours[1:], clock.theirs[1:], steps)
-    return {**line, "commits_per_round": steps // every, **clock.told(), **job.agreement(operator, losses)}
+    told = {"commits_per_round": steps // every, **clock.told(), **job.agreement(operator, losses)}
+    return {**line, **_engine_line(engines[0], job, rounds, steps), **told}
+
+
+def _engine_line(engine: Any, job: Job, rounds: int, steps: int) -> dict[str, Any]:
+    """The engine's steps and their records alone, without the loop around them, against the bare loop, in turn."""
+    from nnx_jax.loop.engine import Span
+
+    state, epoch, batch = engine.start(), 0, 0
+    times: dict[str, list[float]] = {"engine": [], "bare": []}
+    for _ in range(rounds + 1):
+        start, left = time.perf_counter(), steps
+        while left:
+            count = min(left, engine.n_batches - batch)
+            state, done = engine.run_span(state, Span(epoch, batch, count, True), lambda _: False)
+            records, failure = engine.read_records(state)
+            if failure is not None or not records:
+                raise RuntimeError(f"{done} steps of {type(engine).__name__} left no records: {failure}")
+            left, batch = left - done, batch + done
+            epoch, batch = (epoch + 1, 0) if batch == engine.n_batches else (epoch, batch)
+        now = time.perf_counter()
+        job.bare(steps)
+        times["engine"].append(now - start)
+        times["bare"].append(time.perf_counter() - now)
+    ratios = [ours / theirs for ours, theirs in zip(times["engine"][1:], times["bare"][1:], strict=True)]
+    ratio = statistics.median(ratios)
+    return {
+        "engine_ratio_to_bare": round(ratio, 4),
+        "engine_ratio_quartiles": [round(value, 4) for value in quartiles(ratios)],
+        "engine_ms_per_step": per_step(times["engine"][1:], steps),
+        "bar": f"engine_ratio_to_bare <= {BAR}",
+        "met": ratio <= BAR,
+    }
+
+
+@contextlib.contextmanager
+def _engines() -> Iterator[list[Any]]:
+    """The engines of the sessions that begin meanwhile."""
+    from nnx_jax.loop.lifecycle import Session
+
+    found: list[Any] = []
+    real = Session.__init__
+
+    @functools.wraps(real)
+    def begin(self: Any, plan: Any) -> None:
+        found.append(plan.engine)
+        real(self, plan)
+
+    Session.__init__ = begin
+    try:
+        yield found
+    finally:
+        Session.__init__ = real
 
 
 class _Clock:
@@ -221,7 +279,8 @@ def describe(line: dict[str, Any]) -> str:
     ours, theirs = line["loop_ms_per_step"]["median"], line["bare_ms_per_step"]["median"]
     return (
         f"{line['case']:15} loop {ours:.4f} ms  bare {theirs:.4f} ms  ratio {line['ratio_to_bare']:.3f} "
-        f"{line['ratio_quartiles']}  [{line['bar']}: {'met' if line['met'] else 'MISSED'}]  load {line['load']}"
+        f"{line['ratio_quartiles']}  engine {line.get('engine_ratio_to_bare', line['ratio_to_bare']):.3f}  "
+        f"[{line['bar']}: {'met' if line['met'] else 'MISSED'}]  load {line['load']}"
     )
 
 

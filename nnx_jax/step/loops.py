@@ -45,7 +45,7 @@ def once(zero: Any) -> Any:
 def _alone(body: Body, carry: Any, batch: Any, one: Any) -> Any:
     def single(_: Any, state: Any) -> Any:
         carry, batch = state
-        # Zeros, so that the batch changes and XLA moves nothing that depends on it alone out of the loop.
-        return body(carry, batch), jax.tree.map(jnp.zeros_like, batch)
+        # Behind a barrier the batch may have changed, so XLA moves nothing that depends on it alone out of the loop.
+        return body(carry, batch), jax.lax.optimization_barrier(batch)
 
     return jax.lax.fori_loop(jnp.zeros_like(one), one, single, (carry, batch))[0]

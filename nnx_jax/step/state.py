@@ -53,8 +53,14 @@ def strong(tree: Any) -> Any:
 
 
 def tick(counters: jax.Array, **by: Any) -> jax.Array:
-    """Counters moved by the named amounts (numbers or bools)."""
-    return counters + jnp.stack([jnp.asarray(by.get(name, 0), jnp.int32) for name in COUNTERS])
+    """Counters moved by the named amounts (numbers or bools).
+
+    Selects by place fuse into one instruction; stacking the amounts costs XLA's runtime on a CPU one for each.
+    """
+    places = jnp.arange(len(COUNTERS), dtype=jnp.int32)
+    for name, amount in by.items():
+        counters = counters + jnp.where(places == COUNTERS.index(name), jnp.asarray(amount, jnp.int32), 0)
+    return counters
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -180,9 +180,18 @@ def terms_at(terms: Terms, step: Any, epoch: Any) -> Terms:
     return terms.at(step, epoch) if hasattr(terms, "at") else terms  # type: ignore[attr-defined]
 
 
+_FEW = 16
+"""So many selects fuse into what uses them; a reduction is an instruction of its own, and so is the vector it reads."""
+
+
 def first_bad(values: jax.Array) -> jax.Array:
     """Index of the first non-finite element, int32; -1 when all are finite."""
     bad = ~jnp.isfinite(values)
+    if len(values) <= _FEW:
+        found = jnp.int32(-1)
+        for place in reversed(range(len(values))):
+            found = jnp.where(bad[place], jnp.int32(place), found)
+        return found
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
 
 
