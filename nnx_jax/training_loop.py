@@ -259,10 +259,10 @@ class TrainingLoop(StatefulOperator):
 
     @property
     def _cadence(self) -> Any:
-        """The first callback with a cadence of commits, or None."""
-        return next(
-            (each for each in self.callbacks if hasattr(each, "every_n_steps") and hasattr(each, "keep_last")), None
-        )
+        """The first Checkpoint among the callbacks, or None."""
+        from nnx_jax.loop.step_builtin import Checkpoint
+
+        return next((each for each in self.callbacks if isinstance(each, Checkpoint)), None)
 
     @property
     def _commits(self) -> dict[str, Any]:

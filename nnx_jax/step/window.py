@@ -186,12 +186,12 @@ _FEW = 16
 
 def first_bad(values: jax.Array) -> jax.Array:
     """Index of the first non-finite element, int32; -1 when all are finite."""
-    bad = ~jnp.isfinite(values)
     if len(values) <= _FEW:
         found = jnp.int32(-1)
         for place in reversed(range(len(values))):
-            found = jnp.where(bad[place], jnp.int32(place), found)
+            found = jnp.where(jnp.isfinite(values[place]), found, jnp.int32(place))
         return found
+    bad = ~jnp.isfinite(values)
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
 
 

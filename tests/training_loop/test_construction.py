@@ -226,6 +226,16 @@ def test_a_checkpoint_callback_says_where_the_loop_is_silent() -> None:
     assert loop(callbacks=[Checkpoint()]).commit_every == 1000
 
 
+def test_a_callback_that_only_has_the_names_of_a_checkpoint_is_none() -> None:
+    class Gallery:
+        every_n_steps, keep_last, save_dir = 10, 3, "pictures"
+
+        def on_train_end(self, loop: Any, state: Any) -> None: ...
+
+    alone = loop(callbacks=[Gallery()])
+    assert (alone.commit_every, alone.directory) == (None, None)
+
+
 # -- who is responsible -------------------------------------------------------------------------------------------
 
 
