@@ -132,6 +132,7 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any
         return found, group_runs.beyond(str(folder / "one"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["batch norm, dropout", "objective", "own step and validation", "journal", "two optimizers"]
 )

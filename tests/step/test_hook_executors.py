@@ -41,6 +41,7 @@ def hooks(names: Sequence[str], k: int) -> list[Any]:
     return [GradientAccumulationHook(k), *made] if k > 1 else made
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(KINDS)), max_size=4),
