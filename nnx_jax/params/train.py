@@ -74,7 +74,7 @@ class TrainingParams(Spec):
     record_every: Literal["update", "batch"] = "update"
     """One row of history per update or per microbatch."""
     log_every_n_steps: Count | None = None
-    """Updates between log lines; none: one an epoch."""
+    """Updates between log lines; none: one an epoch. After the tenth line no more than two a second are shown."""
     eval_every_n_steps: Count | None = None
     """Updates between evaluations."""
     eval_every_n_epochs: Count | None = 1
