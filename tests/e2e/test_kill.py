@@ -93,6 +93,7 @@ def test_killed_five_times_in_a_row(ready: Ready, quiet_run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_thirty_times(ready: Ready, quiet_run: Path, tmp_path: Path) -> None:
     """The same in three storms of ten, each with its own seed."""
     for seed in range(3):

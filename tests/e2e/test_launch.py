@@ -37,6 +37,7 @@ from .command import (
     write_case,
 )
 
+LONG = [pytest.mark.slow, pytest.mark.long]
 STEPWISE = ("--set", "train.dispatch=step")
 TOTAL = UPDATES * EPOCHS
 SLOW = '''
@@ -220,9 +221,9 @@ def test_the_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target, number", [
-    pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
-    pytest.param("launcher", signal.SIGINT, marks=pytest.mark.slow),
-    pytest.param("rank 0", signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param("launcher", signal.SIGTERM, marks=LONG),
+    pytest.param("launcher", signal.SIGINT, marks=LONG),
+    pytest.param("rank 0", signal.SIGTERM, marks=LONG),
     ("rank 1", signal.SIGTERM),
 ])  # fmt: skip
 def test_told_to_stop(target: str, number: int, folder: Path, straight: tuple[Path, Done, Done]) -> None:
@@ -252,8 +253,8 @@ def test_told_to_stop(target: str, number: int, folder: Path, straight: tuple[Pa
 
 @pytest.mark.parametrize("rank, number", [
     (1, signal.SIGKILL),
-    pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    pytest.param(0, signal.SIGKILL, marks=LONG),
+    pytest.param(1, signal.SIGSTOP, marks=LONG),
 ])  # fmt: skip
 def test_one_is_lost(rank: int, number: int, folder: Path, straight: tuple[Path, Done, Done]) -> None:
     """case:L17: one is killed, or stopped (reliability P2): all end in time, not with 0; the exit code is the cause.

@@ -67,11 +67,13 @@ def test_hooks_reach_their_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_digits_conv_reaches_its_accuracy(tmp_path: Path) -> None:
     assert train("digits_conv.yaml", tmp_path)["test"]["accuracy"] >= 0.975
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_text_lm_beats_the_entropy_of_single_bytes(tmp_path: Path) -> None:
     """Within three minutes on two cores; the bound here leaves room for a busy machine."""
     from nnx_jax import load_config

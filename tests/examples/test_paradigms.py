@@ -105,17 +105,20 @@ def test_mixup_does_not_learn_wrong_labels_by_heart(run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_samples_lie_on_the_spiral(run) -> None:
     assert run("ddpm_2d")[0][2] < 0.02
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_additions_learn_english(run) -> None:
     before, after, _ = run("lora_text")[0]
     assert after < before - 0.3
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_preferences_are_learned(run) -> None:
     numbers = run("dpo_text")[0]
     accuracies = numbers[1:-1:2]

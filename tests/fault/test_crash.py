@@ -233,6 +233,7 @@ def test_killed_in_the_first_commit(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", KILLS)
 def test_killed_at_every_operation(bench: Bench, mode: str) -> None:
     """C1 in full, with arrays on a device; the interrupted run has every role of the others."""
@@ -276,6 +277,7 @@ def test_disk_error(bench: Bench, error: str, mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("error, mode", [("no space", "fail always"), ("broken disk", "fail once")])
 def test_disk_error_everywhere(bench: Bench, error: str, mode: str) -> None:
     """D1 D3 in full."""

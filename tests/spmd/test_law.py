@@ -53,6 +53,7 @@ def test_dyadic_rows_give_equal_bits(layout: str, window: int, style: str, span:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", MANY)
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("style", law.STYLES)
@@ -145,6 +146,7 @@ def test_the_rows_of_float64_are_too_fine_for_float32() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", MANY)
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("style", law.STYLES)
@@ -178,6 +180,7 @@ def test_processes_give_the_bits_of_one_device(world: int, devices: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world, devices", [(2, 1), (2, 2), (3, 1)])
 def test_processes_give_the_bits_of_one_device_in_float64(world: int, devices: int) -> None:
     cases = law.cases(11, 14, ["all", "all fsdp"])

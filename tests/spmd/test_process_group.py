@@ -203,6 +203,7 @@ def test_one_that_is_stopped(faults: dict[str, list[Ended]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["sums", "agreements", "own work"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_any_one_of_three_is_killed(where: str, victim: int) -> None:

@@ -263,6 +263,7 @@ def test_one_of_two_is_killed_in_a_commit(tmp_path: Path, rank: int) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(23))
 def test_one_of_two_is_killed_anywhere_in_a_commit(tmp_path: Path, seed: int) -> None:
     """A random file operation of either process, in one of two commits."""

@@ -227,6 +227,7 @@ def in_processes() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_change_no_bit(in_processes: dict[str, list[str]]) -> None:
     """Hash for hash, in every process; XLA's pool of threads has one size everywhere, else long sums differ."""
     assert len({tuple(each) for each in in_processes.values()}) == 1, in_processes

@@ -42,6 +42,7 @@ def test_any_mesh_changes_no_bit(mesh: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("given", [CLIPPED, {"rate": 0.2}, {**CLIPPED, "span": True}, {**CLIPPED, "whole": "asked"}])
 def test_every_mesh_changes_no_bit(given: dict[str, Any]) -> None:
     """Also dropout, spans, and microbatches that are not cut."""
@@ -51,6 +52,7 @@ def test_every_mesh_changes_no_bit(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sgd", "lion", "lamb", "lars", "adafactor"])
 def test_optimizers_change_no_bit(kind: str) -> None:
     """Those that work on parts of their state, and those that need the norm of a parameter, or of its rows."""
