@@ -23,9 +23,7 @@ from nnx_jax.core.spec import Spec
 from nnx_jax.fit.call import TrainCall
 from nnx_jax.loop.components import StatefulComponent
 
-_LIBRARIES = {
-    "jax", "jaxlib", "flax", "optax", "equinox", "numpy", "torch", "nnx_jax", *sys.stdlib_module_names,
-} - {"__main__"}  # fmt: skip
+_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "torch", "nnx_jax", *sys.stdlib_module_names} - {"__main__"}
 """Their functions are known by name: an update of a library does not make another run."""
 
 _FUNCTIONS = ("objective", "step", "validation")
