@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -88,6 +89,8 @@ def test_what_wraps_a_model_hides_nothing(tmp_path: Path) -> None:
         wrapped = nn.parallel.DistributedDataParallel(Whole())
         assert context(wrapped, BATCH).apply().tolist() == [12.0, 18.0, 24.0]
         assert type(Frozen(wrapped, "it").net) is Whole
+        del wrapped  # else it would hold the group's last reference, whose end may then wait for ever for its threads
+        gc.collect()
     finally:
         destroy_process_group()
 
