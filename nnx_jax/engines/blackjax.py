@@ -28,8 +28,9 @@ from nnx_jax.params.run import RunSpec
 BLOCK = 8192
 """Most draws in one call of the device."""
 FIRST_BLOCK = 64
+"""Draws of the first call, which tells what a draw costs."""
 BLOCK_SECONDS = 0.5
-"""What a call is to take."""
+"""What a later call is to take: so long waits who interrupts a run, unless one draw takes longer."""
 USUAL_BLOCK = 256
 CHEAP_BYTES = 4 * 1024**2
 """More draws than the usual are made in a call while they take no more than this: a short call pays for all of it."""
@@ -97,7 +98,7 @@ class BlackjaxEngine:
         return ChainState()
 
     def run_span(self, state: ChainState, span: Span, poll: Poll) -> tuple[ChainState, int]:
-        """Draw in blocks; `poll` is asked between them, many times a second whatever a draw costs."""
+        """Draw in blocks; `poll` is asked between them, about twice a second whatever a draw costs."""
         self._begin(state)
         done = 0
         while done < span.n_batches:

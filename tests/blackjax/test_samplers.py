@@ -15,6 +15,7 @@ from nnx_jax.data.loader import LoaderFeed
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.blackjax import BlackjaxEngine
 from nnx_jax.engines.blackjax_batches import Minibatches
+from nnx_jax.engines.blackjax_draws import ChainState
 from nnx_jax.engines.blackjax_task import BlackjaxTask
 from tests.blackjax.toy import dataset, draw, engine_of, gaussian, normal_mean, positions, rows, wide
 
@@ -236,3 +237,9 @@ def test_a_gradient_of_ones_own_needs_full_batches() -> None:
     records, failure = engine.read_records(draw(engine, 5))
     assert failure is None
     assert np.isnan(records[0].loss).all()
+
+
+def test_a_call_takes_about_half_a_second_whatever_a_draw_costs() -> None:
+    engine = engine_of(gaussian(sampler="hmc", num_warmup=5, num_integration_steps=2), max_steps=40)
+    most = [engine._most(ChainState(pace=pace)) for pace in (None, 0.125, 2.0, 1e-9)]
+    assert most == [64, 4, 1, engine.block]
