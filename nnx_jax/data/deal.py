@@ -63,8 +63,16 @@ class DealtLoader:
         return -(-self._count // self.batch_size)
 
     def __iter__(self) -> DealtBatches:
-        table = batch_table(self._mine(self._epoch), self.batch_size, "pad")
-        return DealtBatches(EpochBatches(self._rows, table, augment=self._augment(self._epoch)))
+        return DealtBatches(EpochBatches(self._rows, self.order(self._epoch), augment=self._augment(self._epoch)))
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the row numbers of this process's batches, int32 [len(self), batch_size]; -1 fills the last one up."""
+        return batch_table(self._mine(epoch), self.batch_size, "pad")
+
+    def arrays(self) -> Columns | None:
+        """Return the columns whole, all processes' rows; None when they are not in memory or batches are augmented."""
+        whole = None if getattr(self._rows, "augments", False) else self._rows.arrays()
+        return None if whole is None else settled(whole, self._rows)
 
     def signature(self) -> dict[str, ColumnInfo]:
         """Return name -> (shape with the batch axis, dtype) of a batch, `mask` included; also where there is none."""

@@ -120,6 +120,11 @@ class LoaderFeed:
         found = getattr(self._loader, "partition", None)
         return dict(found) if isinstance(found, Mapping) else None
 
+    @property
+    def dealt(self) -> Any:
+        """The loader, where it tells which rows are in which batch: its `arrays` and `order`; else None."""
+        return self._loader if self.partition is not None and hasattr(self._loader, "order") else None
+
     def _open(self, epoch: int) -> tuple[Iterator[Any], Any]:
         """Return the epoch's iterator and its first item."""
         one_shot = self.one_shot

@@ -53,7 +53,7 @@ class SaveHandle:
             if self.shards is not None:
                 self.shards.wait()
         if self._index is not None:
-            fsio.atomic_write(self._directory / INDEX, self._index)
+            fsio.create_file(self._directory / INDEX, self._index)
 
     def digests(self) -> dict[str, tuple[str, int]]:
         """Sync what this process wrote of shared arrays; return (SHA-256, size) by path below the directory."""

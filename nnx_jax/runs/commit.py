@@ -301,7 +301,7 @@ class Committer(InFlight):
         """Steps 3 and 4, once every process has written its files and told their digests."""
         point, number = pending.point, pending.generation
         pending.handle.merge()
-        fsio.atomic_write(pending.partial / HOST, pending.host)
+        fsio.create_file(pending.partial / HOST, pending.host)
         fsio.sync_tree(pending.partial)
         files = _all_digests(pending.partial, digests)
         manifest = Manifest(self._paths.run_id, number, point.epoch, point.step, point.batch, files).to_bytes()

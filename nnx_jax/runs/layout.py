@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from nnx_jax.core.codec import JSON_LIMITS, Limits
@@ -46,7 +49,16 @@ class RunPaths:
     @property
     def run(self) -> Path:
         """The run's own directory; refused when it is a link or lies below one."""
+        try:
+            if stat.S_ISDIR(os.lstat(self._run).st_mode):  # what it is nearly always, and asked for often
+                return self._run
+        except OSError:
+            pass
         return safe_join(self.root, self.run_id)
+
+    @cached_property
+    def _run(self) -> Path:
+        return self.root / self.run_id
 
     @property
     def config(self) -> Path:

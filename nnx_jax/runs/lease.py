@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from nnx_jax.core import codec, fsio
@@ -158,9 +159,14 @@ def acquire(paths: RunPaths, *, wait_seconds: float = 0.0, force: bool = False, 
 def read_owner(paths: RunPaths) -> Owner | None:
     """Return the owner record of a run, or None when it is missing, empty or damaged (the lock then decides alone)."""
     try:
-        return Owner(**codec.parse_json(fsio.read_bytes(paths.lease_owner, 64 * 1024), source=str(paths.lease_owner)))
+        return _parse_owner(fsio.read_bytes(paths.lease_owner, 64 * 1024), str(paths.lease_owner))
     except (OSError, NnxError, TypeError):
         return None
+
+
+@lru_cache(maxsize=16)  # a commit asks several times
+def _parse_owner(data: bytes, source: str) -> Owner:
+    return Owner(**codec.parse_json(data, source=source))
 
 
 def live_owner(paths: RunPaths) -> Owner | None:

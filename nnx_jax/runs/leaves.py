@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,15 @@ def _leaf(name: str, value: Any) -> Leaf:
         kind = np.dtype(dtype)
         if kind.hasobject:
             raise TypeError("objects are never stored")
-        return Leaf(tuple(int(size) for size in shape), str(kind))
+        return Leaf(tuple(int(size) for size in shape), _name_of(kind))
     except TypeError as error:
         found = f"{type(value).__name__} of dtype {dtype}"
         raise CheckpointError(f"leaf {name!r} cannot be stored: found {found} ({error}); give a plain array") from error
+
+
+@lru_cache(maxsize=64)  # numpy makes the text anew each time, which takes as long as all the rest of a leaf
+def _name_of(kind: np.dtype) -> str:
+    return str(kind)
 
 
 def dtype_of(name: str) -> np.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
         raise ResumePointError(f"{path}: the manifest cannot be read: {error}") from error
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise ResumePointError(f"{path}: is not the manifest its pointer names (mixed or damaged files)")
+    return _parse(data, path)
+
+
+@lru_cache(maxsize=16)  # a commit reads those of the newest generations, as the one before it did
+def _parse(data: bytes, path: Path) -> Manifest:
     try:
         obj = codec.parse_json(data, source=str(path), limits=_LIMITS)
         check_format(obj, FORMAT, path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from nnx_jax.core.durable import durable_json
 from nnx_jax.core.errors import NnxError, ResumePointError, UnsafePathError
 from nnx_jax.runs.history import Extent
 from nnx_jax.runs.journal_format import JournalExtent, check_extent
-from nnx_jax.runs.layout import LAST, RESERVED, RunPaths
+from nnx_jax.runs.layout import LAST, RESERVED, RunPaths, check_tag
 
 FORMAT = "nnx_jax.pointer/1"
 _VERSIONED = re.compile(r"(.*/)([1-9][0-9]{0,8})")
@@ -61,16 +63,20 @@ def read_pointer(paths: RunPaths, name: str = LAST) -> Pointer | None:
     Raises:
         ResumePointError: the file is there but empty, torn, a link, or of another run; it is never read as "nothing".
     """
-    path = paths.pointer(name)
+    return _read(paths.pointer(name), paths.run_id)
+
+
+def _read(path: Path, run_id: str) -> Pointer | None:
     try:
         data = fsio.read_bytes(path, _LIMITS.bytes)
     except FileNotFoundError:
         return None
     except (OSError, NnxError) as error:
         raise ResumePointError(f"{path}: cannot be read as a pointer: {error}") from error
-    return parse_pointer(data, path, paths.run_id)
+    return parse_pointer(data, path, run_id)
 
 
+@lru_cache(maxsize=64)  # a commit reads every pointer, of which few have changed since the last one
 def parse_pointer(data: bytes, path: Path, run_id: str) -> Pointer:
     """Return the pointer in `data`; every deviation from the exact form is a ResumePointError naming `path`."""
     advice = "; restore the file from a copy, or start over with overwrite_existing"
@@ -120,17 +126,22 @@ def check_format(obj: Any, known: str, path: Path) -> None:
 
 def list_pointers(paths: RunPaths) -> dict[str, Pointer]:
     """Return every pointer of the run by name, LAST first; raises ResumePointError for a damaged one."""
-    found = {name: read_pointer(paths, name) for name in pointer_names(paths)}
+    directory = paths.checkpoints
+    found = {name: _read(directory / check_tag(name), paths.run_id) for name in _names_in(directory)}
     return {name: pointer for name, pointer in found.items() if pointer is not None}
 
 
 def pointer_names(paths: RunPaths) -> list[str]:
     """Return the names of the pointer files, LAST first; links are listed too, and refused when they are read."""
+    return _names_in(paths.checkpoints)
+
+
+def _names_in(directory: Path) -> list[str]:
     try:
-        entries = list(paths.checkpoints.iterdir())
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.is_symlink() or not entry.is_dir()]
     except FileNotFoundError:
         return []
-    names = [entry.name for entry in entries if entry.is_symlink() or not entry.is_dir()]
     return sorted((name for name in names if not name.startswith(".")), key=lambda name: (name != LAST, name))
 
 

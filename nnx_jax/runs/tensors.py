@@ -34,9 +34,9 @@ class TensorHandle:
             return
         from safetensors.numpy import save
 
-        fsio.atomic_write(self._directory / FILE, save(dict(self._copies)))
+        fsio.create_file(self._directory / FILE, save(dict(self._copies)))
         self._copies = {}
-        fsio.atomic_write(self._directory / INDEX, self._index)
+        fsio.create_file(self._directory / INDEX, self._index)
 
     def digests(self) -> dict[str, tuple[str, int]]:
         """Nothing: the writer holds all arrays."""

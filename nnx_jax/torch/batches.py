@@ -28,16 +28,22 @@ def as_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
     On the CPU it shares the array's memory where the type stays, so nobody may write into it.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of arrays that cannot be written, which nobody does
-        if array.dtype.name == "bfloat16":
-            found = torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
-        elif array.dtype == np.uint16:
-            found = torch.from_numpy(array.astype(np.int32))
-        else:
-            found = torch.from_numpy(np.ascontiguousarray(array))
+    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":
+        found = _shared(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+    elif array.dtype == np.uint16:
+        found = torch.from_numpy(array.astype(np.int32))
+    else:
+        found = _shared(np.ascontiguousarray(array))
     wide = found.to(torch.int64) if found.dtype == torch.int32 else found
-    return wide.to(device, non_blocking=True)
+    return wide if device.type == "cpu" else wide.to(device, non_blocking=True)
+
+
+def _shared(array: np.ndarray) -> torch.Tensor:
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it cannot be written, which nobody does
+        return torch.from_numpy(array)
 
 
 def real_rows(batch: Mapping[str, np.ndarray], device: torch.device) -> Batch:
@@ -81,7 +87,8 @@ class Source:
         self._begins = begins
         self._rank, self._size = (world.rank, world.size) if isinstance(feed, Feed) else (0, 1)
         self._span: Span = UNKNOWN
-        self._columns = self._place(feed) if isinstance(feed, Feed) else None
+        self._rows: Any = feed if isinstance(feed, Feed) else getattr(feed, "dealt", None)
+        self._columns = None if self._rows is None else self._place(self._rows)
         self._table: tuple[int, list[torch.Tensor]] = -1, []
         self._masks: dict[int, torch.Tensor] = {}
         self._iterator: Any = None
@@ -137,8 +144,8 @@ class Source:
             self._iterator.close()
         self._iterator = self._at = None
 
-    def _place(self, feed: Feed) -> Batch | None:
-        columns = feed.arrays()
+    def _place(self, rows: Any) -> Batch | None:
+        columns = rows.arrays()
         if columns is None:
             return None
         if self.device.type != "cpu" and sum(column.nbytes for column in columns.values()) > RESIDENT_BYTES:
@@ -167,7 +174,7 @@ class Source:
 
     def _indices(self, epoch: int) -> list[torch.Tensor]:
         """The rows of every batch of an epoch that are this process's."""
-        order = self.feed.order(epoch)
+        order = self._rows.order(epoch)
         real = order >= 0
         count, place = real.sum(axis=1, keepdims=True), real.cumsum(axis=1) - 1
         first, end = (rank * count // self._size for rank in (self._rank, self._rank + 1))

@@ -86,8 +86,8 @@ class StoreChannel:
         return self._ask(lambda: self._below(prefix))
 
     def drop(self, key: str) -> None:
-        """Forget a key; one that is not set is no error."""
-        self._ask(lambda: self._store.delete_key(key))
+        """Forget a key, soon; one that is not set is no error. A store that is silent is found by what follows."""
+        self._asked.put((lambda: self._store.delete_key(key), Future()))
 
     def gone(self, rank: int | None = None, seconds: float = 0.0) -> tuple[int, str] | None:
         """A process that will not come any more, and what became of it: any that is lost, or this one that has ended.

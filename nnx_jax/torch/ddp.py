@@ -3,8 +3,8 @@
 Each process differentiates its own numerators. The wrapper averages gradients in the backward pass of a window's last
 microbatch and nowhere else; the denominators are added up once, at the window's end; and gradient sum / W is the
 average * processes / W, which is one process's update on the union of the batches. Of a small network on a CPU, the
-gradients are added up at the window's end too, in one exchange with the denominators: it is the exchanges that take
-the time there, not their bytes.
+gradients are added up at the window's end too, in one exchange with the denominators, and without gloo where the
+processes share a machine: it is the exchanges that take the time there, not their bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nnx_jax.torch import foreach
 from nnx_jax.torch.allowed import DDP, batch_norms
 from nnx_jax.torch.arrays import host
 from nnx_jax.torch.module import Net, weight_arrays
+from nnx_jax.torch.neighbours import Neighbours, connect
 from nnx_jax.torch.sync_norm import SyncNorms
 
 FEW_NUMBERS = 2**16
@@ -116,6 +117,7 @@ class Exchange:
         self._called = self._at_once = False
         self._norms: SyncNorms | None = None
         self._packed: _Packed | None = None
+        self._neighbours: Neighbours | None = None
 
     @property
     def joins(self) -> bool:
@@ -130,9 +132,11 @@ class Exchange:
             averages: gradients are in the parameters' own `.grad`, so that the wrapper can average them there; else
                 `gradients` adds them up.
         """
-        self._net, self._wrapper, self._packed = net, None, None
+        self._net, self._wrapper, self._packed, self._neighbours = net, None, None, None
         trained = sum(value.numel() for value in net.params.values())
         self._at_once = averages and net.device.type == "cpu" and trained <= FEW_NUMBERS
+        if self._at_once and self.size > 1:
+            self._neighbours = connect(self.world)
         norms = list(batch_norms(net.module).values())
         self._norms = SyncNorms(norms, self.size) if norms else None
         if not averages or not self._wraps(net.device):
@@ -217,7 +221,10 @@ class Exchange:
         foreach.copy_(packed.grads, grads)
         packed.places.zero_()
         packed.places[self.world.rank] = mine
-        dist.all_reduce(packed.whole)
+        if self._neighbours is None:
+            dist.all_reduce(packed.whole)
+        else:
+            self._neighbours.add_up(packed.whole)
         return sum(packed.places[1:], start=packed.places[0].clone())
 
     def gradients(self, grads: list[torch.Tensor], *, reduced: bool) -> list[torch.Tensor]:

@@ -240,7 +240,7 @@ class TorchEngine(SeenByHooks):
                 if self.sync.joins:
                     self.stand_in.seen = batch
                 measured = self.work.measure(batch, True)
-                if self.common and measured.whole is not None:
+                if window.takes_whole and measured.whole is not None:
                     window.add_whole(*measured.whole, measured.sums)
                 else:
                     num, den = sums_of(measured.terms, self.plan, self.device, window.dtype)

@@ -58,7 +58,11 @@ def _adam(optimizer: torch.optim.Optimizer, group: Any, grads: Any) -> None:
     params = group["params"]
     states = [optimizer.state[value] for value in params]
     steps = [state["step"] for state in states]
-    _TORCH._foreach_add_(steps, 1)
+    all_steps = steps[0]._base
+    if all_steps is not None and len(all_steps) == len(steps) and all(step._base is all_steps for step in steps):
+        all_steps.add_(1)
+    else:
+        _TORCH._foreach_add_(steps, 1)
     kernel = _TORCH._fused_adamw_ if isinstance(optimizer, torch.optim.AdamW) else _TORCH._fused_adam_
     beta1, beta2 = group["betas"]
     kernel(

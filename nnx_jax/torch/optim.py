@@ -97,14 +97,16 @@ class Part:
         self.count, self.held = 0, self._rounded(self.optim.max_lr)
         self.used = self.rate
         fused = bool(self.torch.defaults.get("fused"))
-        for value in self._moved.values():
-            state = self.torch.state[value]
-            state.clear()
-            for slot in self.slots:
-                if slot == "step":  # as torch makes it: on the device for a fused kernel alone
-                    state[slot] = torch.zeros((), device=value.device if fused else "cpu")
-                else:
-                    state[slot] = torch.zeros_like(value, memory_format=torch.preserve_format)
+        for group in self.torch.param_groups:
+            # As torch makes them: on the device for a fused kernel alone; in one tensor, see `fused`.
+            device = next((value.device for value in group["params"]), None) if fused else "cpu"
+            steps = torch.zeros(len(group["params"]), device=device)
+            for value, step in zip(group["params"], steps, strict=True):
+                state = self.torch.state[value]
+                state.clear()
+                for slot in self.slots:
+                    whole = slot != "step"
+                    state[slot] = torch.zeros_like(value, memory_format=torch.preserve_format) if whole else step
 
     @property
     def rate(self) -> float:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def is_common(engine: TorchEngine, window: Window) -> bool:
     """A window of this engine is one microbatch, and its gradient is divided already and where the optimizer looks."""
     plan = engine.plan
-    alone = type(window) is Window and window.on_host and window.plain and plan.fused
-    return alone and len(plan.terms) == 1 and not plan.additive[0] and engine.own is None and not engine.several
+    return window.takes_whole and window.on_host and plan.fused and engine.own is None and not engine.several
 
 
 def close(engine: TorchEngine, state: TorchState) -> bool:

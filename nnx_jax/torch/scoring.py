@@ -90,7 +90,14 @@ class Scorer:
 
 
 def _flat(measured: Measured, device: torch.device) -> torch.Tensor:
-    """A batch's sums as one vector, float64 where the device has that."""
+    """A batch's sums as one vector, float64 where the device has that; nothing waits for a device."""
+    if device.type == "cpu":
+        row = [float(term.scaled) for term in measured.terms]
+        row += [0.0 if term.denominator is None else float(term.denominator) for term in measured.terms]
+        for sums in measured.sums:
+            row += sums.tolist()
+        row.append(0.0 if measured.invalid is None else float(measured.invalid))
+        return torch.tensor(row, dtype=torch.float64)
     wide = torch.float32 if device.type == "mps" else torch.float64
     parts = [term.scaled for term in measured.terms]
     parts += [0.0 if term.denominator is None else term.denominator for term in measured.terms]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnx_jax.core.errors import DataError, ModelError
 from nnx_jax.objectives.targets import Batch
-from nnx_jax.torch.rows import Rows, span_of
+from nnx_jax.torch.rows import UNKNOWN, Rows, span_of
 
 
 class Items(NamedTuple):
@@ -114,6 +114,11 @@ def class_items(outputs: Any, batch: Batch, ignore_index: int | None = None) -> 
         DataError: for labels that are not integers.
         ModelError: for shapes that do not fit, or a single class.
     """
+    if (seen := getattr(batch, "read_as", None)) is not None and span_of(batch) is not UNKNOWN:
+        given, ignored, items = seen
+        if given is outputs and ignored == ignore_index:
+            return items
+    given = outputs
     outputs, labels = as_tensor(outputs, "outputs"), as_tensor(batch["y"], "labels")
     if labels.is_floating_point() or labels.is_complex():
         kind = str(labels.dtype).removeprefix("torch.")
@@ -133,9 +138,9 @@ def class_items(outputs: Any, batch: Batch, ignore_index: int | None = None) -> 
         assert isinstance(batch, Rows)
         if outputs.requires_grad:  # of a loss, which asks once, and whose derivatives are not to be kept
             return Items(outputs, labels, None, None)
-        if batch.read_as is None or batch.read_as[0] is not outputs:
-            batch.read_as = outputs, Items(outputs, labels, None, None, {})
-        return batch.read_as[1]
+        items = Items(outputs, labels, None, None, {})
+        batch.read_as = given, ignore_index, items
+        return items
     weight = item_weight(batch, outputs[..., 0])
     legal = (labels >= 0) & (labels < n_classes)
     ignored = torch.zeros_like(legal) if ignore_index is None else labels == ignore_index

@@ -208,6 +208,7 @@ class Window:
             sums so far.
         dtype: of sums: float64 where a parameter is, else float32.
         on_host: sums are numbers of this process at once, since nothing waits for them to be computed.
+        takes_whole: `add_whole` may be called.
         read: rows that were read, totals over all processes.
         told: how many of all rows the records have already.
         entry: the buffers of the model as they were when the window opened.
@@ -224,6 +225,8 @@ class Window:
         narrow = any(value.dtype in _NARROW for value in self.params)
         self.plain = len(plan.groups) == 1 and not narrow
         self.held: list[list[torch.Tensor | None]] = []
+        one = len(plan.terms) == 1 and not plan.additive[0]
+        self.takes_whole = type(self) is Window and device.type == "cpu" and self.plain and one
         self._last_seed: tuple[float, torch.Tensor] | None = None
         self.entry: dict[str, torch.Tensor] = {}
         self.clear()
@@ -313,36 +316,43 @@ class Window:
             sums: of the metrics, each [size].
             invalid: impossible labels, a scalar; None where nobody counts them.
         """
-        if self.on_host:
+        if self.device.type == "cpu":
             row = [value.item() for value in num] + den.tolist()
             for each in sums:
                 row += each.tolist()
             row.append(0.0 if invalid is None else float(invalid))
-            row.append(self.norm(self._present()))
-            self.read.append(row)
+            self._keep(row)
             return
         found = torch.zeros((), device=self.device) if invalid is None else invalid
         parts = [torch.stack([value.detach() for value in num]), den, *sums, found.reshape(1)]
         self.note(torch.cat([part.to(self.dtype) for part in parts]))
 
     def add_whole(self, num: torch.Tensor, count: int, sums: Sequence[torch.Tensor]) -> None:
-        """What `backward` and `measured` do, on the host and for one term over `count` items that count once each."""
+        """What `backward` and `measured` do, where the window `takes_whole`, for a term over items that count once."""
         if num.requires_grad:
-            num.backward(self._seed_of(self.plan.weights[0] / count, num))
+            num.backward(self._seed_of(self.plan.weights[0] / count if self.plan.fused else 1.0, num))
         row = [num.item(), float(count)]
         for each in sums:
             row += each.tolist()
-        self.read.append([*row, 0.0, self.norm(self._present())])
+        row.append(0.0)
+        self._keep(row)
 
     def note(self, sums: torch.Tensor | None) -> None:
         """Keep what a microbatch measured ([n_sums]; None for one without a real row)."""
-        if self.on_host:
-            row = [0.0] * self.n_sums if sums is None else sums.tolist()
-            self.read.append([*row, self.norm(self._present())])
+        if self.device.type == "cpu":
+            self._keep([0.0] * self.n_sums if sums is None else sums.tolist())
             return
         if sums is None:
             sums = torch.zeros(self.n_sums, device=self.device, dtype=self.dtype)
         self.rows.append(torch.cat([sums, self.length(self._present()).reshape(1)]))
+
+    def _keep(self, row: list[float]) -> None:
+        """Numbers of this process, whose gradients are added."""
+        row.append(self.norm(self._present()))
+        if self.on_host:
+            self.read.append(row)
+        else:
+            self.rows.append(torch.tensor(row, dtype=torch.float64))
 
     def _present(self) -> list[torch.Tensor]:
         if self.plain:
@@ -366,7 +376,7 @@ class Window:
 
     def norm(self, grads: list[torch.Tensor]) -> float:
         """`length` as a number, read at once."""
-        if not self.on_host or len(grads) > FEW:
+        if self.device.type != "cpu" or len(grads) > FEW:
             return self.length(grads).item()
         return math.hypot(*[found.item() for found in foreach.norms(grads, dtype=self.dtype)]) if grads else 0.0
 

@@ -53,7 +53,7 @@ def built_in(net: Net, loss: Any, metrics: Sequence[Metric], *, judged: bool) ->
 
     def measure(batch: Batch, train: bool) -> Measured:
         outputs = net.forward(batch)
-        if train and judged and whole is not None and (found := whole(outputs, batch)) is not None:
+        if train and whole is not None and (found := whole(outputs, batch)) is not None:
             seen = map_tensors(torch.Tensor.detach, outputs) if metrics else outputs
             return Measured((found.term(loss.name),), metric_sums(metrics, seen, batch), None, found)
         terms = loss(outputs, batch)

@@ -53,6 +53,19 @@ def test_an_epoch_is_a_function_of_its_number() -> None:
         assert served(loader) == first
 
 
+@pytest.mark.parametrize("policy", ["pad", "drop"])
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_the_table_of_an_epoch_is_what_is_served(policy: str, epoch: int) -> None:
+    """`order` names the rows of `arrays` that make the batches: -1 for those that do not count."""
+    for loader in both(21, 4, seed=3, policy=policy):
+        columns = loader.arrays()
+        assert columns is not None
+        loader.set_epoch(epoch)
+        table = loader.order(epoch)
+        assert table.shape == (len(loader), 4)
+        assert [columns["x"][rows[rows >= 0]].tolist() for rows in table] == served(loader)
+
+
 def test_the_repeated_row_is_trained_on() -> None:
     """nnx:S50 The row that makes the processes even is the first of the order, with weight 1 in both."""
     zero, one = both(3, 1)

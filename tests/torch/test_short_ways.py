@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from nnx_jax.core.errors import DataError
+from nnx_jax.data import LoaderFeed
+from nnx_jax.data.deal import dealt_loader
 from nnx_jax.torch.batches import Source
 from nnx_jax.torch.fused import fused_step
 from nnx_jax.torch.losses import build_loss
@@ -26,7 +29,7 @@ def run(common: bool, **training: Any) -> tuple[Any, list[Any]]:
     engine = engine_of(spec, mlp(outputs=4, dropout=0.3), "cross_entropy")
     state = engine.start()
     assert engine.common is True
-    engine.common = common
+    engine.common = state.window.takes_whole = common
     return engine, advance(engine, state, 18)
 
 
@@ -64,6 +67,40 @@ def test_windows_of_several_microbatches_and_own_losses_end_the_long_way(trainin
     engine.work.measure = lambda batch, train: seen.append(measure(batch, train)) or seen[-1]
     advance(engine, engine.start(), 4)
     assert not engine.common or seen[0].whole is None
+
+
+@pytest.mark.parametrize("policy", ["pad", "drop"])
+def test_dealt_rows_in_memory_are_the_batches_of_their_loader(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nnx:S49 A process's batches are gathered from memory as its loader would give them, epoch after epoch."""
+    data = columns(22, classes=4)
+    loaders = [dealt_loader(data, 4, policy=policy, seed=3, rank=1, world=2) for _ in range(2)]
+    quick = Source(LoaderFeed(loaders[0]), torch.device("cpu"))
+    monkeypatch.setattr(loaders[1], "arrays", lambda: None)
+    slow = Source(LoaderFeed(loaders[1]), torch.device("cpu"))
+    assert quick.resident
+    assert not slow.resident
+    for epoch in (0, 1, 0):
+        for place in range(len(loaders[0])):
+            first, second = quick.read(epoch, place), slow.read(epoch, place)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first)
+            assert all(first[name].dtype == second[name].dtype for name in first)
+    with pytest.raises(DataError, match="epoch 0 ended after"):
+        quick.read(0, len(loaders[0]))
+    assert [len(batch["mask"]) for batch in quick.whole()] == [len(batch["mask"]) for batch in slow.whole()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counts_by_numpy_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Ties and NaN included: the metrics of rows that all count once are those of rows that are weighed one by one."""
+    outputs = torch.tensor([[1.0, 1.0, 0.0], [0.0, float("nan"), 2.0], [0.0, 0.5, 3.0], [2.0, 2.0, 2.0]], dtype=dtype)
+    y = torch.tensor([1, 1, 2, 0])
+    for name in ("accuracy", "f1", "precision", "recall"):
+        metric = build_metric(name, 3)
+        known = metric.update(outputs, batch_of(y, (0, 2)))
+        weighed = metric.update(outputs, batch_of(y, UNKNOWN))
+        assert known.dtype == weighed.dtype == dtype
+        assert known.tolist() == weighed.tolist()
 
 
 def batch_of(y: torch.Tensor, span: tuple[float, float]) -> Rows:
