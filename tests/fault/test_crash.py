@@ -91,7 +91,7 @@ class Bench:
     """Prepared runs, a fault server, and the operations of an undisturbed commit from each prepared run.
 
     `clean` has three epochs committed; `interrupted` is the same after two kills (before the arrays, `state`, have
-    their name, and before LAST moved), so that its next start also has to cut history, sweep, and prune; `new` is no
+    their name or are synced, and before LAST moved), so that its next start also has to cut history, sweep, and prune; `new` is no
     run at all.
     """
 
@@ -108,7 +108,7 @@ class Bench:
         self.ops = {name: self.record(name)[1] for name in self.bases}
 
     def killed(self, base: Path, pattern: str) -> Path:
-        fault = Fault("kill before", 1, ops=("rename",), pattern=pattern)
+        fault = Fault("kill before", 1, ops=("rename", "fsync"), pattern=pattern)
         request = self.request(base, EPOCH, fault)
         (outcome,) = self.driver.run([request])
         assert outcome.killed, outcome

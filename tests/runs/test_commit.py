@@ -66,6 +66,7 @@ def test_the_order_of_a_commit(store: RunStore, monkeypatch: pytest.MonkeyPatch)
     spy("sync_tree", lambda path: "sync")
     spy("replace_dir", lambda source, target: str(Path(target).relative_to(root)))
     spy("atomic_write", lambda path, data: str(Path(path).name))
+    spy("create_file", lambda path, data: str(Path(path).name))
     spy("remove_tree", lambda path: f"remove {Path(path).name}")
     store.committer._keep = 1
     commit_epoch(store, 0, best=False)

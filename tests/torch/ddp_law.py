@@ -193,17 +193,31 @@ def _classes() -> torch.nn.Module:
 
 
 def _reductions(root: Path, rows: Any, world: int) -> dict[str, Any]:
-    """How often gradients are exchanged in two windows of two microbatches, as torch itself logs it."""
+    """How often gradients are exchanged in two windows of two microbatches: through sockets, and as torch logs it of
+    gloo, which the processes use where they do not share a machine."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        found = update(root, "reductions", rows, 2, world, window=2)
+    from nnx_jax.torch import ddp
+    from nnx_jax.torch.neighbours import Neighbours
+
+    sums = []
+    real, connect = Neighbours.add_up, ddp.connect
+    Neighbours.add_up = lambda self, vector: sums.append(vector.numel()) or real(self, vector)
+    try:
+        near = update(root, "near", rows, 2, world, window=2)
+        through_sockets = len(sums)
+        ddp.connect = lambda world: None
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            far = update(root, "far", rows, 2, world, window=2)
+    finally:
+        Neighbours.add_up, ddp.connect = real, connect
     names = [event.name for event in seen.events() or []]
-    gradients = sum(name == "gloo:all_reduce" for name in names)
     return {
-        "updates": found["records"][-1]["step"],
-        "all_reduce": gradients,
+        "updates": [found["records"][-1]["step"] for found in (near, far)],
+        "sockets": [through_sockets, len(sums) - through_sockets],
+        "all_reduce": sum(name == "gloo:all_reduce" for name in names),
         "names": sorted({n for n in names if "gloo" in n}),
+        "equal": near["weights"] == far["weights"],
     }
 
 

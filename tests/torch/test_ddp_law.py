@@ -105,10 +105,12 @@ def test_noise_is_each_process_s_own(seen: Any) -> None:
 
 
 def test_gradients_are_exchanged_once_an_update(seen: Any) -> None:
-    """nnx:B212, nnx:S53: one reduction for each of two windows of two microbatches."""
+    """nnx:B212, nnx:S53: one reduction for each of two windows of two microbatches, by either way, to equal weights."""
     for each in seen[1]:
-        assert each["reductions"]["updates"] == 2
+        assert each["reductions"]["updates"] == [2, 2]
+        assert each["reductions"]["sockets"] == [2, 0]
         assert each["reductions"]["all_reduce"] == 2, each["reductions"]["names"]
+        assert each["reductions"]["equal"]
 
 
 @pytest.fixture(scope="module")
