@@ -91,8 +91,8 @@ class Bench:
     """Prepared runs, a fault server, and the operations of an undisturbed commit from each prepared run.
 
     `clean` has three epochs committed; `interrupted` is the same after two kills (before the arrays, `state`, have
-    their name or are synced, and before LAST moved), so that its next start also has to cut history, sweep, and prune; `new` is no
-    run at all.
+    their name or are synced, and before LAST moved), so that its next start also has to cut history, sweep, and
+    prune; `new` is no run at all.
     """
 
     def __init__(self, folder: Path, driver: Driver, scenario: Any, state: str) -> None:
