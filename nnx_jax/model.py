@@ -459,14 +459,14 @@ def train_spec(
     runs_dir: str | Path = "runs",
     quiet: bool = False,
     distributed: Any = None,
-    face: type[NNModel] = NNModel,
+    face: Callable[..., NNModel] = NNModel,
 ) -> dict[str, Any]:
     """Train what a configuration file describes; return the result as plain values.
 
     A run that is finished already is left alone and its result returned.
 
     Args:
-        face: the NNModel of the backend that the configuration names.
+        face: makes the NNModel of the backend that the configuration names.
     """
     model = face(params=spec.model)
     progress = make_progress(quiet)

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--schema", action="store_true", help="print the JSON Schema of the configuration, and stop")
     add("--dry-run", action="store_true", help="check and compile; print parameters, FLOPs, memory; do not train")
     add("--devices", type=int, metavar="N", help="with --dry-run: for a mesh of N devices that need not be there")
+    add("--device", metavar="NAME", help="engine torch: cpu, cuda, cuda:1 or mps, where the model is (default: cpu)")
     add("--json", action="store_true", help="end with one line of JSON on standard output, whatever happens")
     add("--quiet", action="store_true", help="no progress")
     _add_group(build)
@@ -240,7 +241,7 @@ class _Command:
 
     def _train(self, spec: RunSpec, distributed: Any) -> None:
         args, writes = self.args, self.group.writes
-        face = _module(_FACES, spec.backend)
+        face, place = _module(_FACES, spec.backend), _place(args, spec)
         if args.dry_run:
             if args.devices is not None and not spec.mesh:
                 from nnx_jax.core.errors import ConfigError
@@ -249,14 +250,14 @@ class _Command:
                 raise ConfigError(message, path="mesh")
             if distributed is not None and not spec.mesh:
                 spec = spec.replace(mesh={"data": -1})  # as training has it
-            report = face.dry_run(spec)
+            report = face.dry_run(spec, **place)
             if writes:
                 _say(json.dumps(report) if args.json else _table(report))
             return
         _check_source(args)
         self.spec = spec
         quiet = args.quiet or not writes
-        result = face.train_spec(spec, runs_dir=args.runs_dir, quiet=quiet, distributed=distributed)
+        result = face.train_spec(spec, runs_dir=args.runs_dir, quiet=quiet, distributed=distributed, **place)
         if args.json and writes:
             _say(json.dumps(result))
         elif not quiet:
@@ -322,6 +323,18 @@ def _module(places: Mapping[str, str], backend: str) -> Any:
         if error.name != "torch":
             raise
         raise ConfigError(f"got '{backend}': {error}", path="backend") from error
+
+
+def _place(args: argparse.Namespace, spec: RunSpec) -> dict[str, str]:
+    """With --device: where the model shall be, for the engine that has a choice."""
+    from nnx_jax.core.errors import ConfigError
+
+    if args.device is None:
+        return {}
+    if spec.backend != "torch":
+        message = f"it is an option of the engine 'torch'; '{spec.backend}' uses the devices that JAX_PLATFORMS names"
+        raise ConfigError(message, path="--device")
+    return {"device": args.device}
 
 
 def _check_source(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,13 +103,20 @@ def _place(module: nn.Module | None) -> torch.device:
 
 
 def train_spec(
-    spec: RunSpec, *, runs_dir: str | Path = "runs", quiet: bool = False, distributed: Any = None
+    spec: RunSpec,
+    *,
+    runs_dir: str | Path = "runs",
+    quiet: bool = False,
+    distributed: Any = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """Train what a configuration file describes; see `nnx_jax.model.train_spec`."""
-    return _train_spec(spec, runs_dir=runs_dir, quiet=quiet, distributed=distributed, face=NNModel)
+    """Train what a configuration file describes; see `nnx_jax.model.train_spec` and, for the device, `NNModel`."""
+    face = partial(NNModel, device=device)
+    return _train_spec(spec, runs_dir=runs_dir, quiet=quiet, distributed=distributed, face=face)
 
 
-def dry_run(spec: RunSpec) -> dict[str, Any]:
+def dry_run(spec: RunSpec, *, device: str = "cpu") -> dict[str, Any]:
     """Check everything and build the model; return what it holds. Nothing is trained or written."""
-    job = prepare(NNModel(params=spec.model), spec, device=torch.device("cpu"))
+    model = NNModel(params=spec.model, device=device)
+    job = prepare(model, spec, device=model.device)
     return {"run_id": job.run_id, **costs_of(job.engine)}

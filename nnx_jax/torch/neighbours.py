@@ -38,8 +38,8 @@ class Neighbours:
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_seconds: float) -> None:
         self._sockets, self._timeout_seconds = dict(sorted(sockets.items())), timeout_seconds
         self._received: torch.Tensor | None = None
-        seconds, fraction = divmod(timeout_seconds, 1.0)
-        bound = struct.pack("ll", int(seconds), int(1e6 * fraction))
+        microseconds = max(int(1e6 * timeout_seconds), 1)  # 0 would be no bound at all
+        bound = struct.pack("ll", *divmod(microseconds, 10**6))
         for each in self._sockets.values():
             each.setblocking(True)  # with a timeout of Python's, every call would be two of the system
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -102,12 +102,13 @@ def connect(world: World) -> Neighbours | None:
         door = _open_door(left) if world.rank == 0 else None
         name = world.gather("where the processes meet", None if door is None else door.getsockname())[0]
         mine = None if world.rank == 0 or name is None else _reach(name, world)
+        if mine is not None:
+            left.callback(mine.close)
         here = name is not None if world.rank == 0 else mine is not None
         if not all(world.gather("whether they share a machine", here)):
-            if mine is not None:
-                mine.close()
             return None
         if mine is not None:
+            left.pop_all()  # it stays open
             return Neighbours({0: mine}, world.timeout_seconds)
         assert door is not None
         return Neighbours(_let_in(door, world), world.timeout_seconds)

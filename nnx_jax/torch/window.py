@@ -366,7 +366,7 @@ class Window:
     @property
     def last(self) -> torch.Tensor:
         """What the last microbatch of this process measured."""
-        return self.rows[-1] if self.rows else torch.tensor(self.read[-1], dtype=self.dtype)
+        return self.rows[-1].to(self.dtype) if self.rows else torch.tensor(self.read[-1], dtype=self.dtype)
 
     def length(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Global norm, float32 scalar; not finite where an element is not (or its square is beyond float32)."""

@@ -53,6 +53,31 @@ def test_its_small_form_finishes(
     assert json.loads(last.read_text())["epoch"] == 1
 
 
+@pytest.mark.parametrize(("device", "code"), [("cpu", 0), ("cuda:7", 2), ("tpu", 2), ("cpu:", 2)])
+@pytest.mark.parametrize("dry", [True, False])
+def test_the_command_takes_a_device(
+    device: str, code: int, dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is not there is an error before anything is written; the run is the same on any."""
+    words = ["--config", str(DIGITS), "--runs-dir", str(tmp_path), "--json", "--quiet", "--set", "train.n_epochs=1"]
+    assert main([*words, "--device", device, *(["--dry-run"] if dry else [])]) == code
+    told = capsys.readouterr()
+    if code:
+        assert "device is '" in told.err
+        assert not list(tmp_path.iterdir())
+    else:
+        result = json.loads(told.out.splitlines()[-1])
+        assert result["run_id"] == load_config(DIGITS, ["train.n_epochs=1"]).run_id()
+
+
+def test_the_jax_engine_has_no_such_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its devices are JAX's."""
+    words = ["--config", str(EXAMPLES / "digits.yaml"), "--runs-dir", str(tmp_path), "--device", "cpu"]
+    assert main(words) == 2
+    assert "--device: it is an option of the engine 'torch'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_it_reaches_its_accuracy(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "nnx_jax.train", "--config", DIGITS, "--json", "--quiet"]
