@@ -5,6 +5,7 @@ A batch of the group is made of the processes' batches, in the order of their ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Self
@@ -70,9 +71,17 @@ class DealtLoader:
         return batch_table(self._mine(epoch), self.batch_size, "pad")
 
     def arrays(self) -> Columns | None:
-        """Return the columns whole, all processes' rows; None when they are not in memory or batches are augmented."""
-        whole = None if getattr(self._rows, "augments", False) else self._rows.arrays()
+        """Return the columns whole, of all processes; None where they are not in memory, or batches are augmented."""
+        if not isinstance(self._rows, TrainingDataset) or self._rows.augments:
+            return None
+        whole = self._rows.arrays()
         return None if whole is None else settled(whole, self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns whole, as far as one row tells."""
+        row = [info for name, info in self.signature().items() if name != MASK]
+        return len(self._rows) * sum(math.prod(info.shape[1:]) * info.dtype.itemsize for info in row)
 
     def signature(self) -> dict[str, ColumnInfo]:
         """Return name -> (shape with the batch axis, dtype) of a batch, `mask` included; also where there is none."""

@@ -122,8 +122,10 @@ class LoaderFeed:
 
     @property
     def dealt(self) -> Any:
-        """The loader, where it tells which rows are in which batch: its `arrays` and `order`; else None."""
-        return self._loader if self.partition is not None and hasattr(self._loader, "order") else None
+        """The loader, where it is a `deal.DealtLoader` and no other: whose rows in which batch `order` tells."""
+        from nnx_jax.data.deal import DealtLoader  # which makes batches of what is defined here
+
+        return self._loader if type(self._loader) is DealtLoader else None
 
     def _open(self, epoch: int) -> tuple[Iterator[Any], Any]:
         """Return the epoch's iterator and its first item."""

@@ -20,7 +20,7 @@ from nnx_jax.torch.rows import UNKNOWN, Rows, Span, span_of_column
 Batch = dict[str, torch.Tensor]
 
 RESIDENT_BYTES = 256 * 1024**2
-"""Columns up to this size are kept on a device that is not the host."""
+"""Columns up to this size are kept on a device that is not the host, and rows that are dealt on any."""
 
 
 def as_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -88,6 +88,8 @@ class Source:
         self._rank, self._size = (world.rank, world.size) if isinstance(feed, Feed) else (0, 1)
         self._span: Span = UNKNOWN
         self._rows: Any = feed if isinstance(feed, Feed) else getattr(feed, "dealt", None)
+        if not isinstance(feed, Feed) and self._rows is not None and self._rows.nbytes > RESIDENT_BYTES:
+            self._rows = None  # every process would have the rows of all
         self._columns = None if self._rows is None else self._place(self._rows)
         self._table: tuple[int, list[torch.Tensor]] = -1, []
         self._masks: dict[int, torch.Tensor] = {}

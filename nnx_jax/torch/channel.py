@@ -7,6 +7,7 @@ thread of its own and given up after the group's timeout.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -25,6 +26,8 @@ LAST_WORDS = "nnx_jax/group/gone/"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.05
 """Seconds between two looks at a key that is not set yet; an eighth of the time waited so far, within these."""
+_END_SECONDS = 2.0
+"""How long an end waits for a store that does not answer."""
 
 
 class StoreChannel:
@@ -45,7 +48,10 @@ class StoreChannel:
         self.watch: Watch | None = None
         self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._silent: Future[Any] | None = None
-        threading.Thread(target=_answer, args=(self._asked,), name="store-channel", daemon=True).start()
+        self._thread = threading.Thread(target=_answer, args=(self._asked,), name="store-channel", daemon=True)
+        self._thread.start()
+        # A thread that Python's end meets inside the store takes the whole process down with it.
+        atexit.register(_end, self._asked, self._thread)
 
     @property
     def rank(self) -> int:
@@ -108,8 +114,8 @@ class StoreChannel:
         return found
 
     def close(self) -> None:
-        """Let go of the store and of the watch."""
-        self._asked.put(None)
+        """Let go of the store and of the watch, once what was asked is answered."""
+        _end(self._asked, self._thread)
         if self.watch is not None:
             self.watch.close()
 
@@ -150,6 +156,12 @@ class StoreChannel:
                 "the store that the processes share, which process 0 or torchrun keeps, does not answer; is that "
                 f"process gone? ({text})"
             ) from error
+
+
+def _end(asked: SimpleQueue[Any], thread: threading.Thread) -> None:
+    """Let the thread make the calls it was asked for, and end."""
+    asked.put(None)
+    thread.join(_END_SECONDS)
 
 
 def _answer(asked: SimpleQueue[Any]) -> None:

@@ -50,8 +50,16 @@ class Neighbours:
         """Put the sum over all processes into a vector, which is contiguous, on the CPU, and as long everywhere.
 
         Raises:
-            torch.distributed.DistNetworkError: (a RuntimeError) a process is gone, or did not come in time.
+            torch.distributed.DistNetworkError: (a RuntimeError) a process is gone, or did not come in time; all others
+                learn of it, since the connections end here.
         """
+        try:
+            self._add_up(vector)
+        except BaseException:
+            _close(list(self._sockets.values()))
+            raise
+
+    def _add_up(self, vector: torch.Tensor) -> None:
         if 0 in self._sockets:
             self._send(0, vector)
             self._receive(0, vector)
@@ -118,9 +126,9 @@ def _open_door(left: contextlib.ExitStack) -> socket.socket | None:
     """What the others connect to; None where there is no such thing, or its name would be too long."""
     if not hasattr(socket, "AF_UNIX"):
         return None
-    folder = left.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
-    door = left.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
+        folder = left.enter_context(tempfile.TemporaryDirectory(prefix="nnx_jax-"))
+        door = left.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         door.bind(str(Path(folder, "door")))
         door.listen(socket.SOMAXCONN)
     except OSError:
@@ -130,24 +138,34 @@ def _open_door(left: contextlib.ExitStack) -> socket.socket | None:
 
 def _reach(name: str, world: World) -> socket.socket | None:
     """A connection to process 0, which knows this process by its first bytes; None where it cannot be reached."""
-    mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mine.settimeout(world.timeout_seconds)
-    try:
-        mine.connect(name)
-        mine.sendall(world.rank.to_bytes(_RANK_BYTES, "little"))
-    except OSError:
-        mine.close()
-        return None
-    return mine
+    with contextlib.ExitStack() as left:
+        try:
+            mine = left.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            mine.settimeout(world.timeout_seconds)
+            mine.connect(name)
+            mine.sendall(world.rank.to_bytes(_RANK_BYTES, "little"))
+        except OSError:
+            return None
+        left.pop_all()
+        return mine
 
 
 def _let_in(door: socket.socket, world: World) -> dict[int, socket.socket]:
     """The connections of all others, who have said that they are there."""
     found: dict[int, socket.socket] = {}
-    while len(found) < world.size - 1:
-        guest, _ = door.accept()
-        guest.settimeout(world.timeout_seconds)
-        found[int.from_bytes(guest.recv(_RANK_BYTES, socket.MSG_WAITALL), "little")] = guest
+    door.settimeout(world.timeout_seconds)
+    try:
+        while len(found) < world.size - 1:
+            guest, _ = door.accept()
+            guest.settimeout(world.timeout_seconds)
+            said = guest.recv(_RANK_BYTES, socket.MSG_WAITALL)
+            if len(said) < _RANK_BYTES:
+                guest.close()
+                raise ConnectionError("it has closed its connection")
+            found[int.from_bytes(said, "little")] = guest
+    except OSError as error:
+        _close(list(found.values()))
+        raise dist.DistNetworkError(f"a process that had come is gone: {error}") from error
     return found
 
 

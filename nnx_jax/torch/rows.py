@@ -24,8 +24,8 @@ class Rows(dict[str, Tensor]):
     def __init__(self, columns: Mapping[str, Tensor], span: Span = UNKNOWN) -> None:
         super().__init__(columns)
         self._seen: tuple[Any, ...] = ()
-        self.read_as: tuple[Any, int | None, Any] | None = None
-        """(outputs, ignored class, items): what the last outputs were read as, since several metrics ask for it."""
+        self.read_as: tuple[Tensor, int, int | None, Any] | None = None
+        """(outputs, their version, ignored class, items): what the last outputs were read as, for several metrics."""
         self.span = UNKNOWN if "weight" in columns else span
         if self.span is not UNKNOWN:
             y, mask = self["y"], self["mask"]

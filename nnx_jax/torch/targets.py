@@ -115,8 +115,8 @@ def class_items(outputs: Any, batch: Batch, ignore_index: int | None = None) -> 
         ModelError: for shapes that do not fit, or a single class.
     """
     if (seen := getattr(batch, "read_as", None)) is not None and span_of(batch) is not UNKNOWN:
-        given, ignored, items = seen
-        if given is outputs and ignored == ignore_index:
+        given, version, ignored, items = seen
+        if given is outputs and given._version == version and ignored == ignore_index:
             return items
     given = outputs
     outputs, labels = as_tensor(outputs, "outputs"), as_tensor(batch["y"], "labels")
@@ -138,8 +138,10 @@ def class_items(outputs: Any, batch: Batch, ignore_index: int | None = None) -> 
         assert isinstance(batch, Rows)
         if outputs.requires_grad:  # of a loss, which asks once, and whose derivatives are not to be kept
             return Items(outputs, labels, None, None)
+        if not isinstance(given, Tensor) or given.is_inference():  # whose changes nobody counts
+            return Items(outputs, labels, None, None)
         items = Items(outputs, labels, None, None, {})
-        batch.read_as = given, ignore_index, items
+        batch.read_as = given, given._version, ignore_index, items
         return items
     weight = item_weight(batch, outputs[..., 0])
     legal = (labels >= 0) & (labels < n_classes)

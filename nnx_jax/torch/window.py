@@ -46,7 +46,7 @@ class Sync(Protocol):
         ...
 
     def total(self, rows: torch.Tensor, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Sums over all processes of what microbatches measured, float32 [n, sums].
+        """Sums over all processes of what microbatches measured, [n, sums].
 
         Args:
             grads: of the window that ends, where they may go along; `gradients` then gives their sums.

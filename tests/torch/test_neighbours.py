@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import socket
 import threading
@@ -16,7 +17,7 @@ from tests.processes import results, run
 
 torch = pytest.importorskip("torch")
 
-from nnx_jax.torch.neighbours import Neighbours  # noqa: E402
+from nnx_jax.torch.neighbours import Neighbours, _open_door  # noqa: E402
 from nnx_jax.torch.process_group import broke_off  # noqa: E402
 from tests.torch.neighbour_scenes import digest, vector_of  # noqa: E402
 
@@ -78,11 +79,40 @@ def test_one_that_closed_its_end_is_named() -> None:
     assert broke_off(caught.value)
 
 
+def test_all_learn_that_one_is_gone() -> None:
+    """Of three, one is gone: the others are told at once, and not by their own timeouts."""
+    first, second, third = group(3, 30)
+    del third
+    told: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            second.add_up(torch.ones(2, dtype=torch.float64))
+        except RuntimeError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(torch.distributed.DistNetworkError, match="process 2"):
+        first.add_up(torch.ones(2, dtype=torch.float64))
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(told) == 1
+
+
+def test_without_a_place_to_meet_there_is_no_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder that cannot be written leaves the processes to gloo."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with contextlib.ExitStack() as left:
+        assert _open_door(left) is None
+
+
 def test_one_that_does_not_come_is_named_in_time() -> None:
     """The wait ends by the group's timeout."""
     first, second = group(2, 0.3)
     with pytest.raises(torch.distributed.DistNetworkError, match=r"process 1 did not come within 0.3 s"):
         first.add_up(torch.ones(2, dtype=torch.float64))
+    first, second = group(2, 0.3)
     with pytest.raises(torch.distributed.DistNetworkError, match=r"process 0 did not come within 0.3 s"):
         second.add_up(torch.ones(2, dtype=torch.float64))
 

@@ -11,7 +11,7 @@ import torch
 
 from nnx_jax.core.errors import DataError
 from nnx_jax.data import LoaderFeed
-from nnx_jax.data.deal import dealt_loader
+from nnx_jax.data.deal import DealtLoader, dealt_loader
 from nnx_jax.torch.batches import Source
 from nnx_jax.torch.fused import fused_step
 from nnx_jax.torch.losses import build_loss
@@ -88,6 +88,39 @@ def test_dealt_rows_in_memory_are_the_batches_of_their_loader(policy: str, monke
     with pytest.raises(DataError, match="epoch 0 ended after"):
         quick.read(0, len(loaders[0]))
     assert [len(batch["mask"]) for batch in quick.whole()] == [len(batch["mask"]) for batch in slow.whole()]
+
+
+class Halved(DealtLoader):
+    """A loader of the user's own, who changes what is served."""
+
+    def __iter__(self) -> Any:
+        return ({**batch, "x": batch["x"] / 2} for batch in super().__iter__())
+
+
+def test_other_dealt_loaders_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a sequence, of a class of the user's, and of more bytes than every process should have."""
+    data, cpu = columns(22, classes=4), torch.device("cpu")
+    items = Source(LoaderFeed(dealt_loader([(np.full(3, i, np.float32), i) for i in range(5)], 2)), cpu)
+    assert not items.resident
+    assert len(items.read(0, 0)["x"]) == 2
+    plain = dealt_loader(data, 4, seed=3)
+    own = Halved(plain._rows, 4, policy="pad", seed=3, rank=0, world=1)
+    halved = Source(LoaderFeed(own), cpu)
+    assert not halved.resident
+    torch.testing.assert_close(halved.read(0, 0)["x"], Source(LoaderFeed(plain), cpu).read(0, 0)["x"] / 2)
+    assert plain.nbytes == sum(column.nbytes for column in plain.arrays().values())
+    monkeypatch.setattr("nnx_jax.torch.batches.RESIDENT_BYTES", plain.nbytes - 1)
+    assert not Source(LoaderFeed(plain), cpu).resident
+
+
+def test_outputs_that_were_changed_are_read_anew() -> None:
+    """An ensemble that is added up in place: the metrics of the sum so far, each time."""
+    metric = build_metric("accuracy", 2)
+    batch = batch_of(torch.tensor([0, 1]), (0, 1))
+    total = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert metric.update(total, batch).tolist() == [1.0, 2.0]
+    total += torch.tensor([[0.0, 0.0], [0.0, 2.0]])
+    assert metric.update(total, batch).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
