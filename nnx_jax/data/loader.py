@@ -120,13 +120,6 @@ class LoaderFeed:
         found = getattr(self._loader, "partition", None)
         return dict(found) if isinstance(found, Mapping) else None
 
-    @property
-    def dealt(self) -> Any:
-        """The loader, where it is a `deal.DealtLoader` and no other: whose rows in which batch `order` tells."""
-        from nnx_jax.data.deal import DealtLoader  # which makes batches of what is defined here
-
-        return self._loader if type(self._loader) is DealtLoader else None
-
     def _open(self, epoch: int) -> tuple[Iterator[Any], Any]:
         """Return the epoch's iterator and its first item."""
         one_shot = self.one_shot

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nnx_jax.core.errors import DataError
+from nnx_jax.data.deal import DealtLoader
 from nnx_jax.data.dtypes import MASK
 from nnx_jax.data.pipeline import Feed
 from nnx_jax.engines.reading import Ahead
@@ -56,6 +57,13 @@ def real_rows(batch: Mapping[str, np.ndarray], device: torch.device) -> Batch:
     return Rows(placed, span_of_column(columns) if once else UNKNOWN)
 
 
+def dealt(feed: Any) -> DealtLoader | None:
+    """The loader of a feed, where it is one that deals rows, none that changes what is served, and of few bytes: every
+    process would have the rows of all."""
+    loader = getattr(feed, "_loader", None)
+    return loader if type(loader) is DealtLoader and loader.nbytes <= RESIDENT_BYTES else None
+
+
 class Source:
     """The batches of one feed as tensors, from any position on.
 
@@ -87,9 +95,7 @@ class Source:
         self._begins = begins
         self._rank, self._size = (world.rank, world.size) if isinstance(feed, Feed) else (0, 1)
         self._span: Span = UNKNOWN
-        self._rows: Any = feed if isinstance(feed, Feed) else getattr(feed, "dealt", None)
-        if not isinstance(feed, Feed) and self._rows is not None and self._rows.nbytes > RESIDENT_BYTES:
-            self._rows = None  # every process would have the rows of all
+        self._rows: Any = feed if isinstance(feed, Feed) else dealt(feed)
         self._columns = None if self._rows is None else self._place(self._rows)
         self._table: tuple[int, list[torch.Tensor]] = -1, []
         self._masks: dict[int, torch.Tensor] = {}
