@@ -70,16 +70,16 @@ def pick_device(device: Any) -> torch.device:
     try:
         found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise ModelError(f"device is {device!r}; write cpu, cuda, cuda:<n> or mps") from error
+        raise ModelError(f"device is {device!r}; choose cpu, cuda, cuda:<n> or mps") from error
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= count:
-            raise ModelError(f"device is '{found}', and torch sees {count} CUDA devices here; write device: cpu")
+            raise ModelError(f"device is '{found}', and torch sees {count} CUDA devices here; choose another")
         return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise ModelError("device is 'mps', which this machine does not have; write device: cpu")
+        raise ModelError("device is 'mps', which this machine does not have; choose cpu")
     if found.type not in ("cpu", "mps"):
-        raise ModelError(f"device is '{found}'; write cpu, cuda, cuda:<n> or mps")
+        raise ModelError(f"device is '{found}'; choose cpu, cuda, cuda:<n> or mps")
     return found
 
 
